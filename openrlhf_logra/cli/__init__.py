@@ -1,0 +1,1 @@
+"""The command `openrlhf-logra`: main.py finds the subcommand, every other module here is one."""

@@ -1,0 +1,60 @@
+"""The entry of `openrlhf-logra`: subcommands, each imported only when called.
+
+Every subcommand is a module with `add_arguments(parser)` and `run(args) -> exit code`; the first line of its docstring
+is the help text shown here. Exit codes: 0 all right, 1 a finding, 2 bad input.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from openrlhf_logra import __version__
+
+COMMANDS = ("train", "describe", "doctor", "report")
+# What follows these is for another program, `--help` included.
+PASSED_THROUGH = ("train",)
+
+
+def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser with every subcommand's name, and with the arguments of `chosen` alone."""
+    parser = argparse.ArgumentParser(prog="openrlhf-logra", description="LoGRA for OpenRLHF.")
+    parser.add_argument("--version", action="version", version=f"openrlhf-logra {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        command = commands.add_parser(name, help=help_text(name), description=help_text(name))
+        if name == chosen:
+            load(name).add_arguments(command)
+    return parser
+
+
+def load(name: str) -> ModuleType:
+    """The module of a subcommand."""
+    return importlib.import_module(f"openrlhf_logra.cli.{name}")
+
+
+def help_text(name: str) -> str:
+    """The first line of a subcommand's docstring, from its source: importing all of them would take seconds."""
+    with open(Path(__file__).with_name(f"{name}.py"), encoding="utf-8") as source:
+        return source.readline().strip().strip('"')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code.
+
+    Raises:
+        SystemExit: with code 2 for arguments that do not parse, 0 after --help and --version.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    if chosen in PASSED_THROUGH:
+        args = argparse.Namespace(command=chosen, flags=argv[1:])
+    else:
+        args = build_parser(chosen).parse_args(argv)
+    return load(args.command).run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

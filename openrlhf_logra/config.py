@@ -1,0 +1,146 @@
+"""Every `--logra.*` flag, once: its name, default, help and the values it accepts (spec section 10).
+
+What depends on the host's own flags is refused in host/refusals.py.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any
+
+from .math.direction import OPTIMIZERS, DirectionConfig
+from .math.exact import ROUNDINGS
+from .math.projection import DISTRIBUTIONS
+from .strategies import strategy_names
+
+DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SYNC_MODES = ("auto", "factor", "dense")
+
+
+class ConfigError(ValueError):
+    """A flag, or a combination of flags, that cannot work. The message is one line: what, where, what to do."""
+
+
+def _flag(name: str, default: Any, help: str, **options: Any) -> Any:
+    if isinstance(default, (tuple, list)):
+        return field(default=tuple(default), metadata={"flag": name, "help": help, **options})
+    return field(default=default, metadata={"flag": name, "help": help, **options})
+
+
+@dataclass(frozen=True)
+class LograConfig:
+    """The parsed flags. Attribute `sync_mode` is the flag `--logra.sync.mode`, and so on."""
+
+    enable: bool = _flag("enable", False, "Train with LoGRA. Without this flag nothing of the host changes.")
+    method: str = _flag(
+        "method", "logra", "Registered strategy that turns gradients into updates.", choices=strategy_names
+    )
+    rank: int = _flag("rank", 256, "Rank r of every target's sketch.")
+    seed: int = _flag("seed", 42, "Seed of the projections and of the rounding dither; any integer.")
+    distribution: str = _flag("distribution", "rademacher", "Entries of the projection.", choices=DISTRIBUTIONS)
+    refresh_every: int | None = _flag(
+        "refresh_every",
+        None,
+        "Draw a new projection every K updates; 0 keeps the first. Default: 20 for adam, else 1.",
+        type=int,
+    )
+    target_modules: tuple[str, ...] = _flag(
+        "target_modules", DEFAULT_TARGETS, "Names (last path components) of the nn.Linear modules to train.", nargs="+"
+    )
+    optimizer: str = _flag("optimizer", "row_adam", "Direction computed from the sketch.", choices=OPTIMIZERS)
+    beta1: float = _flag("beta1", 0.9, "First-moment decay of adam.")
+    beta2: float = _flag("beta2", 0.95, "Second-moment decay of row_adam and adam.")
+    eps: float = _flag("eps", 1e-8, "Relative floor of the second moment's root in row_adam and adam.")
+    update_ratio: float = _flag(
+        "update_ratio", 6e-5, "Proposed |step| / |W| over all targets, before the step size alpha scales it."
+    )
+    non_target: str = _flag(
+        "non_target", "freeze", "What happens to all other parameters: freeze keeps them.", choices=("freeze",)
+    )
+    rounding: str = _flag(
+        "rounding", "stochastic", "How updated weights round to bf16; nearest is an ablation.", choices=ROUNDINGS
+    )
+    kl_disable: bool = _flag(
+        "kl.disable", False, "Step size alpha = lr / peak lr of the actor's scheduler. The only mode so far."
+    )
+    sync_mode: str = _flag(
+        "sync.mode",
+        "auto",
+        "What is sent to the rollout engines: factor (seed and factors), dense (all values), or per run the smallest "
+        "that is exact.",
+        choices=SYNC_MODES,
+    )
+    sync_verify_every: int = _flag(
+        "sync.verify_every", 10, "Compare engine and trainer digests every N syncs (the first one always)."
+    )
+    eval_at_start: bool = _flag(
+        "eval_at_start", False, "Run the host's evaluation once before the first step (synchronous training)."
+    )
+    allow_untested_host: bool = _flag(
+        "allow_untested_host", False, "Run with versions of the host's packages that were not tested."
+    )
+
+    def __post_init__(self):
+        if self.refresh_every is None:
+            object.__setattr__(self, "refresh_every", 20 if self.optimizer == "adam" else 1)
+        object.__setattr__(self, "target_modules", tuple(self.target_modules))
+
+    def direction(self) -> DirectionConfig:
+        """The constants of the direction."""
+        return DirectionConfig(self.optimizer, self.beta1, self.beta2, self.eps)
+
+    def validate(self) -> None:
+        """Check every value on its own.
+
+        Raises:
+            ConfigError: naming the flag, the value and what is accepted.
+        """
+        _require(self.rank >= 1, "rank", self.rank, "an integer of at least 1")
+        _require(self.refresh_every >= 0, "refresh_every", self.refresh_every, "0 (never) or a positive integer")
+        _require(0 <= self.beta1 < 1, "beta1", self.beta1, "at least 0 and below 1")
+        _require(0 <= self.beta2 < 1, "beta2", self.beta2, "at least 0 and below 1")
+        _require(0 < self.eps < math.inf, "eps", self.eps, "a positive number")
+        _require(0 < self.update_ratio <= 1, "update_ratio", self.update_ratio, "a number in (0, 1]")
+        _require(self.sync_verify_every >= 1, "sync.verify_every", self.sync_verify_every, "an integer of at least 1")
+        if self.distribution == "gaussian" and self.sync_mode == "factor":
+            raise ConfigError(
+                "--logra.sync.mode factor needs --logra.distribution rademacher: a Gaussian update is not an integer "
+                "product, so that engines cannot repeat it bit for bit; use --logra.sync.mode auto"
+            )
+
+
+def _require(holds: bool, flag: str, value: Any, accepted: str) -> None:
+    if not holds:
+        raise ConfigError(f"--logra.{flag} is {value}; it must be {accepted}")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the group "LoGRA" with every `--logra.*` flag to the host's parser."""
+    group = parser.add_argument_group("LoGRA", "reinforcement learning with low-rank gradient sketches")
+    for item in fields(LograConfig):
+        options = {key: value for key, value in item.metadata.items() if key != "flag"}
+        if callable(options.get("choices")):
+            options["choices"] = options["choices"]()
+        if isinstance(item.default, bool):
+            options["action"] = "store_true"
+        else:
+            element = item.default[0] if isinstance(item.default, tuple) else item.default
+            options.setdefault("type", type(element))
+            options["help"] += "" if item.default is None else f" Default: {_shown(item.default)}."
+        group.add_argument(f"--logra.{item.metadata['flag']}", default=item.default, **options)
+
+
+def _shown(default: Any) -> str:
+    return " ".join(default) if isinstance(default, tuple) else str(default)
+
+
+def from_namespace(logra: SimpleNamespace) -> LograConfig:
+    """The configuration of a parsed and hierarchized namespace (`args.logra`)."""
+    values = {}
+    for item in fields(LograConfig):
+        node = logra
+        for part in item.metadata["flag"].split("."):
+            node = getattr(node, part)
+        values[item.name] = node
+    return LograConfig(**values)

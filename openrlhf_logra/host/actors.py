@@ -1,0 +1,323 @@
+"""OpenRLHF's classes with LoGRA in them: one subclass per class, each overriding only what differs.
+
+Written against OpenRLHF 0.11.2. The classes are undecorated, so that Ray pickles them by reference and every worker
+imports this module; the driver decorates them (host/plugin.py).
+"""
+
+import os
+import time
+
+import ray
+import torch
+from openrlhf.models import Actor
+from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ray import ppo_actor, vllm_engine
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+from openrlhf.utils.utils import get_strategy as get_stock_strategy
+
+from .. import __version__
+from ..config import from_namespace
+from ..strategies import strategy_class
+from ..strategies.logra import ANCHOR, LograStrategy, StepOutcome
+from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo
+from ..train.coverage import human_bytes, render
+from . import cpu
+from .vllm_plugin import ENABLED
+
+_CHECKPOINT_KEY = "logra"
+
+
+def _plain(actor_class) -> type:
+    """The Python class under a `ray.remote` one."""
+    return actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+def _report_active(role: str) -> None:
+    print(f"[logra] openrlhf_logra {__version__} active in the {role} (pid {os.getpid()})", flush=True)
+
+
+# ---- DeepSpeed strategy: where the model is wrapped, stepped and saved ---------------------------------------------
+
+
+def get_strategy(args) -> "LograDeepspeedStrategy":
+    """Stock `get_strategy`, with our class."""
+    strategy = get_stock_strategy(args)
+    strategy.__class__ = LograDeepspeedStrategy
+    return strategy
+
+
+class LograDeepspeedStrategy(DeepspeedStrategy):
+    """Only the policy in training is treated differently; critic, reward and reference models take the stock path."""
+
+    logra: LograStrategy | None = None
+
+    def _ds_init_train_model(self, model, cfg: dict):
+        if not isinstance(model, Actor):
+            return super()._ds_init_train_model(model, cfg)
+        config = from_namespace(self.args.logra)
+        self.logra = strategy_class(config.method)(config, model.model)
+        coverage = self.logra.attach()
+        self.print("[logra] coverage\n" + render(coverage))
+        prepared = super()._ds_init_train_model(model, cfg)
+        self._policy_engine = model.model
+        self._max_norm = cfg.get("max_norm", 1.0)
+        self.logra.bind(self._policy_engine.device)
+        self.outcomes: list[StepOutcome] = []
+        self.on_update = lambda outcome: None
+        return prepared
+
+    def get_ds_train_config(self, *args, **kwargs):
+        config = super().get_ds_train_config(*args, **kwargs)
+        if "optimizer" in config and not cpu.has_gpu():
+            config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own kernels need a compiler or a GPU
+        return config
+
+    def optimizer_step(self, optimizer, model, scheduler, name="model", **kwargs) -> None:
+        engine = model.model if isinstance(model, Actor) else model
+        if self.logra is None or engine is not self._policy_engine:
+            return super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
+        boundary = engine.is_gradient_accumulation_boundary()
+        alpha = scheduler.get_last_lr()[0] / scheduler.base_lrs[0]
+        super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
+        if boundary:
+            self._logra_step(alpha)
+
+    def _logra_step(self, alpha: float) -> None:
+        outcome = self.logra.step(alpha, self._max_norm)
+        self.outcomes.append(outcome)
+        if outcome.skipped:
+            self.print(f"[logra] update skipped: the sketch is not finite (|S| = {outcome.sketch_norm})")
+        else:
+            self.on_update(outcome)
+
+    def get_grad_norm(self, model) -> float:
+        engine = model.model if isinstance(model, Actor) else model
+        if self.logra is None or engine is not self._policy_engine or not self.outcomes:
+            return super().get_grad_norm(model)
+        return self.outcomes[-1].grad_norm
+
+    def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, **kwargs):
+        if self.logra is not None and model is self._policy_engine:
+            client_state = {**(client_state or {}), _CHECKPOINT_KEY: self.logra.state_dict()}
+        return super().save_ckpt(model, save_dir, tag, max_num, max_mem, client_state, **kwargs)
+
+    def load_ckpt(self, model, load_dir, *args, **kwargs):
+        path, states = super().load_ckpt(model, load_dir, *args, **kwargs)
+        if self.logra is not None and model is self._policy_engine and _CHECKPOINT_KEY in states:
+            self.logra.load_state_dict(states.pop(_CHECKPOINT_KEY))
+        return path, states
+
+
+# ---- trainer actor ----------------------------------------------------------------------------------------------------
+
+
+class RayEngines:
+    """Our `SyncClient` over OpenRLHF's rollout actors: the payload goes to Ray's object store once."""
+
+    def __init__(self, engines: list):
+        self._engines = engines
+
+    def initialise(self, init_info: dict) -> list:
+        return self._call(range(len(self._engines)), "logra_initialise", init_info)
+
+    def sync(self, engines: list[int], update_info: dict) -> list:
+        return self._call(engines, "logra_sync", update_info)
+
+    def _call(self, engines, method: str, argument: dict) -> list:
+        shared = ray.put(argument)
+        references = [getattr(self._engines[i], method).remote(shared) for i in engines]
+        return [_result(reference) for reference in references]
+
+
+def _result(reference):
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayError as error:
+        return error
+
+
+class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
+    """Stock PPO on the policy; the broadcast of all weights becomes a sync of records."""
+
+    def __init__(self, strategy, actor, *args, **kwargs):
+        super().__init__(strategy, actor, *args, **kwargs)
+        config = from_namespace(strategy.args.logra)
+        module = actor.model.module
+        named = dict(module.named_parameters())
+        self.sync_report = None
+        self._sync = LograTrainerEngine.trainer_init(
+            LograTrainerInitInfo(
+                rank=torch.distributed.get_rank(),
+                mode=config.sync_mode,
+                refresh_every=config.refresh_every,
+                verify_every=config.sync_verify_every,
+                loaded_version=0 if strategy.logra.version == 0 else None,
+            ),
+            client=RayEngines(self.vllm_engines),
+            source={name: parameter for name, parameter in named.items() if not name.endswith(f".{ANCHOR}")},
+        )
+        strategy.on_update = lambda outcome: self._sync.push(outcome.updates, outcome.version)
+
+    def _init_vllm_sync_group(self, backend: str) -> None:
+        """No process group with the engines: records travel by Ray."""
+
+    def ppo_train(self, kl_ctl: float) -> dict:
+        self.strategy.outcomes.clear()
+        status = super().ppo_train(kl_ctl)
+        status.update(self._update_metrics())
+        return status
+
+    def _update_metrics(self) -> dict[str, float]:
+        """Means over the updates of one PPO phase; `skipped` counts, `version` is the last."""
+        outcomes = self.strategy.outcomes
+        if not outcomes:
+            return {}
+        applied = [outcome for outcome in outcomes if not outcome.skipped]
+        metrics = {
+            "logra/skipped": float(len(outcomes) - len(applied)),
+            "logra/version": float(outcomes[-1].version),
+            "logra/state_bytes": float(self.strategy.logra.state_bytes),
+            "timing/logra_update": sum(outcome.seconds for outcome in outcomes),
+        }
+        for name in ("alpha", "sketch_norm", "update_ratio"):
+            if applied:
+                metrics[f"logra/{name}"] = sum(getattr(outcome, name) for outcome in applied) / len(applied)
+        return metrics
+
+    def broadcast_to_vllm(self) -> None:
+        self.sync_report = self._sync.send_weights()
+        torch.distributed.barrier()
+
+
+class LograPolicyModelActor(_plain(ppo_actor.PolicyModelActor)):
+    """Trainer actor."""
+
+    def init_model_from_pretrained(self, *args, **kwargs):
+        _report_active("trainer actor")
+        ppo_actor.ActorPPOTrainer = LograActorPPOTrainer
+        return super().init_model_from_pretrained(*args, **kwargs)
+
+    def sync_metrics(self) -> dict[str, float]:
+        """Metrics of the last sync."""
+        report = self.trainer.sync_report
+        if report is None:
+            return {}
+        metrics = {
+            "logra/sync_bytes": float(report.sync_bytes),
+            "logra/sync_dense_bytes": float(report.dense_bytes),
+            "logra/sync_seconds": report.seconds,
+            "timing/logra_sync": report.seconds,
+        }
+        if report.digest_ok is not None:
+            metrics["logra/digest_ok"] = float(report.digest_ok)
+        return metrics
+
+
+# ---- rollout actor ----------------------------------------------------------------------------------------------------
+
+
+class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
+    """Rollout actor whose workers hold a LoGRA weight-transfer engine; a stale engine does not generate."""
+
+    async def __init__(self, *args, **kwargs):
+        _report_active("rollout actor")
+        os.environ[ENABLED] = "1"  # inherited by the engine core and its workers
+        self._stale: str | None = None
+        kwargs["weight_transfer_config"] = {"backend": "logra"}
+        kwargs["worker_extension_cls"] = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
+        if not cpu.has_gpu() and kwargs.get("distributed_executor_backend") == "ray":
+            kwargs["distributed_executor_backend"] = "mp"  # vLLM's CPU platform has no Ray executor
+        await super().__init__(*args, **kwargs)
+
+    async def logra_initialise(self, init_info: dict) -> list[dict]:
+        """Layouts of all workers (`LograWeightTransferEngine.describe_layout`)."""
+        return await self.llm.collective_rpc("logra_initialise", args=(init_info,))
+
+    async def logra_sync(self, update_info: dict) -> list[dict]:
+        """Apply records on all workers; their reports. The engine generates again once no worker is stale."""
+        self._stale = "a sync is under way or failed"
+        reports = await self.llm.collective_rpc("logra_sync", args=(update_info,))
+        self._stale = next((report["stale"] for report in reports if report["stale"]), None)
+        if self._stale is None and self.kwargs.get("enable_prefix_caching"):
+            if not await self.llm.reset_prefix_cache():
+                self._stale = "the prefix cache could not be reset"
+                raise RuntimeError("vLLM refused to reset its prefix cache after a sync: requests are still running")
+        return reports
+
+    async def generate(self, *args, **kwargs):
+        if self._stale is not None:
+            raise RuntimeError(f"LoGRA: this engine's weights are no known version ({self._stale})")
+        return await super().generate(*args, **kwargs)
+
+
+# ---- single controller ------------------------------------------------------------------------------------------------
+#
+# Ray pickles inherited methods of an actor class by value, and with them the class that their `super()` names, so that it
+# is not the class of the instance any more. Stock methods that call `super()` are therefore named here again.
+
+
+class _SyncMetrics:
+    """Adds the sync's metrics to each step's status, and prints one line per step."""
+
+    def train_step(self, rollout_samples, global_step: int):
+        start = time.perf_counter()
+        status, step = super().train_step(rollout_samples, global_step)
+        metrics = ray.get(self.actor_model_group.async_run_method(method_name="sync_metrics"))[0]
+        # timing/* of ours are parts of timing/ppo_train and timing/broadcast: added where OpenRLHF has summed its own.
+        self._logra_timings = {key: metrics.pop(key) for key in list(metrics) if key.startswith("timing/")}
+        for key in [key for key in status if key.startswith("timing/logra_")]:
+            self._logra_timings[key] = status.pop(key)
+        status.update(metrics)
+        print(_step_line(step, status, time.perf_counter() - start), flush=True)
+        return status, step
+
+    def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
+        logs = {**(logs_dict or {}), **getattr(self, "_logra_timings", {})}
+        super().save_logs_and_checkpoints(global_step, logs, client_states)
+
+
+def _step_line(step: int, status: dict, seconds: float) -> str:
+    parts = [f"[logra] step {step}: reward {status.get('rollout/reward_mean', float('nan')):.3f}"]
+    if "logra/alpha" in status:
+        parts.append(f"alpha {status['logra/alpha']:.3f}")
+        parts.append(f"|step|/|W| {status['logra/update_ratio']:.1e}")
+    if status.get("logra/skipped"):
+        parts.append(f"skipped {status['logra/skipped']:.0f}")
+    if "logra/sync_bytes" in status:
+        full = human_bytes(status["logra/sync_dense_bytes"])
+        parts.append(f"sync {human_bytes(status['logra/sync_bytes'])} of {full}")
+    if "logra/digest_ok" in status:
+        parts.append("digest ok" if status["logra/digest_ok"] else "digest repaired")
+    parts.append(f"{seconds:.1f} s")
+    return ", ".join(parts)
+
+
+class LograPPOTrainer(_SyncMetrics, _plain(ppo_trainer.PPOTrainer)):
+    """Synchronous controller."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def fit(self, global_step: int = 0) -> None:
+        if self.args.logra.eval_at_start and self.eval_dataloader and not self.args.ckpt.load_enable:
+            sampling = {"temperature": self.args.eval.temperature, "n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
+            self.evaluate(global_step, **{**self.generate_kwargs, **sampling})
+        super().fit(global_step)
+
+
+class LograTrainingActor(_SyncMetrics, _plain(ppo_trainer_async.TrainingActor)):
+    """Training half of the asynchronous controller."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+    def broadcast_to_vllm(self) -> None:
+        super().broadcast_to_vllm()
+
+
+class LograPPOTrainerAsync(_plain(ppo_trainer_async.PPOTrainerAsync)):
+    """Asynchronous controller."""
+
+    def __init__(self, *args, **kwargs):
+        ppo_trainer_async.TrainingActor = ray.remote(LograTrainingActor)
+        super().__init__(*args, **kwargs)

@@ -1,0 +1,152 @@
+"""CPU stand-ins: everything that lets the real stack run on a machine without a GPU, and nothing else.
+
+OpenRLHF says `cuda` in a dozen places and imports flash_attn at module top; vLLM packs its linear weights for oneDNN, so
+that they could not be patched in place. Where there is a GPU none of this is active.
+"""
+
+import importlib.machinery
+import os
+import sys
+import types
+from functools import wraps
+from pathlib import Path
+
+from .imports import after_import
+
+_DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a GPU, visible to this process or not.
+
+    By device file: Ray hides GPUs from actors that asked for none, and asking CUDA would fix its view of them too early.
+    """
+    return any(Path(path).exists() for path in _DEVICE_FILES)
+
+
+def install() -> None:
+    """Put the stand-ins of a trainer or driver process in place. Idempotent; does nothing where there is a GPU."""
+    if has_gpu() or isinstance(sys.modules.get("flash_attn"), _StandIn):
+        return
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    _install_flash_attn()
+    _install_cuda_names()
+    after_import("deepspeed", _wait_for_every_gather)
+
+
+# ---- flash_attn: what openrlhf/models/ring_attn_utils.py imports ----------------------------------------------------
+
+
+class _StandIn(types.ModuleType):
+    """A module that says what it is when something else of flash_attn is asked for."""
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self.__name__}.{name} has no CPU stand-in; flash_attn needs a GPU")
+
+
+def _install_flash_attn() -> None:
+    import torch
+    from einops import rearrange
+
+    def unpad_input(hidden_states, attention_mask):
+        lengths = attention_mask.sum(-1, dtype=torch.int32)
+        indices = attention_mask.flatten().nonzero().flatten()
+        bounds = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return index_first_axis(hidden_states.flatten(0, 1), indices), indices, bounds, int(lengths.max()), lengths
+
+    def index_first_axis(values, indices):
+        return values[indices]
+
+    def pad_input(hidden_states, indices, batch, seqlen):
+        padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+        return padded.index_put((indices,), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+    def all_gather(values, group):
+        from torch.distributed.nn.functional import all_gather as differentiable_all_gather
+
+        return torch.cat(differentiable_all_gather(values, group=group))
+
+    def module(name: str, **contents) -> _StandIn:
+        stand_in = _StandIn(name, "CPU stand-in of openrlhf_logra")
+        stand_in.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        stand_in.__path__ = []
+        stand_in.__dict__.update(contents)
+        sys.modules[name] = stand_in
+        return stand_in
+
+    padding = module(
+        "flash_attn.bert_padding",
+        index_first_axis=index_first_axis,
+        pad_input=pad_input,
+        rearrange=rearrange,
+        unpad_input=unpad_input,
+    )
+    distributed = module("flash_attn.utils.distributed", all_gather=all_gather)
+    utils = module("flash_attn.utils", distributed=distributed)
+    module("flash_attn", bert_padding=padding, utils=utils)
+
+
+# ---- torch.cuda and device names ------------------------------------------------------------------------------------
+
+
+class _CpuDevice(str):
+    """Stands where OpenRLHF expects the number of the current GPU: a device name for `.to()`, a number in "cuda:{}"."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+def _install_cuda_names() -> None:
+    import torch
+    import torch.distributed.device_mesh as device_mesh
+
+    torch.cuda.current_device = lambda: _CpuDevice("cpu")
+    for name in ("set_device", "empty_cache", "synchronize"):
+        setattr(torch.cuda, name, lambda *_: None)
+
+    init_device_mesh = device_mesh.init_device_mesh
+
+    @wraps(init_device_mesh)
+    def on_cpu(device_type, *args, **kwargs):
+        return init_device_mesh("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    device_mesh.init_device_mesh = on_cpu
+
+
+# ---- DeepSpeed ------------------------------------------------------------------------------------------------------
+
+
+def _wait_for_every_gather() -> None:
+    """ZeRO-3's blocking gather waits for its last handle only: enough on a CUDA stream, not for gloo's threads, where it
+    leaves a random parameter half-gathered."""
+    import deepspeed.comm as comm
+
+    gather = comm.all_gather_into_tensor
+
+    @wraps(gather)
+    def blocking(*args, **kwargs):
+        handle = gather(*args, **kwargs)
+        if handle is not None:
+            handle.wait()
+        return handle
+
+    comm.all_gather_into_tensor = blocking
+
+
+# ---- vLLM -----------------------------------------------------------------------------------------------------------
+
+
+def keep_vllm_weights() -> None:
+    """Let vLLM compute with `layer.weight` itself: its CPU dispatch keeps a packed copy and empties the parameter."""
+    if has_gpu():
+        return
+    import torch
+    from vllm.model_executor.layers import utils
+
+    def plain_linear(layer, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain_linear

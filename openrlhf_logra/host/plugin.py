@@ -1,0 +1,92 @@
+"""The driver's side of the plugin: check the parsed arguments, then put our subclasses where the stock module looks.
+
+The classes replaced here are the whole list of what LoGRA changes in OpenRLHF; each is a subclass in host/actors.py.
+"""
+
+import argparse
+import os
+from types import ModuleType
+
+from openrlhf.utils.config import hierarchize
+
+from .. import __version__
+from ..config import ConfigError, from_namespace
+from . import cpu, refusals
+
+SETUP_HOOK = "openrlhf_logra.host.ray_worker.setup"
+
+
+def enable(flat: argparse.Namespace, main: ModuleType) -> None:
+    """Check `flat` (the parsed, not yet hierarchized namespace) and install the plugin in the stock module `main`.
+
+    Raises:
+        ConfigError: something cannot work; nothing was installed and nothing started.
+    """
+    args = hierarchize(flat)
+    config = from_namespace(args.logra)
+    if not config.enable:
+        raise ConfigError("--logra.* flags are given without --logra.enable; add it, or remove them")
+    config.validate()
+    if not cpu.has_gpu():
+        _adapt_to_cpu(flat, args)
+    refusals.check(args, config)
+    _replace_classes(main)
+    _extend_ray_init(args)
+    print(f"[logra] openrlhf_logra {__version__} active in the driver (pid {os.getpid()})", flush=True)
+
+
+def _adapt_to_cpu(flat: argparse.Namespace, args) -> None:
+    """Defaults of the stock command line that mean a GPU; said, not silent."""
+    if "flash_attention" in args.ds.attn_implementation and not args.ds.packing_samples:
+        print("[logra] no GPU: --ds.attn_implementation is sdpa", flush=True)
+        setattr(flat, "ds.attn_implementation", "sdpa")
+    if args.vllm.sync_backend == "nccl":
+        setattr(flat, "vllm.sync_backend", "gloo")
+
+
+def _replace_classes(main: ModuleType) -> None:
+    import openrlhf.trainer.ppo_trainer as ppo_trainer
+    import openrlhf.trainer.ppo_trainer_async as ppo_trainer_async
+    import openrlhf.trainer.ray.vllm_engine as vllm_engine
+    import ray
+
+    from . import actors
+
+    main.get_strategy = actors.get_strategy
+    main.PolicyModelActor = ray.remote(num_gpus=1)(actors.LograPolicyModelActor)
+    vllm_engine.RolloutRayActor = ray.remote(actors.LograRolloutRayActor)
+    ppo_trainer.PPOTrainer = ray.remote(actors.LograPPOTrainer)
+    ppo_trainer_async.PPOTrainerAsync = ray.remote(actors.LograPPOTrainerAsync)
+
+
+def _extend_ray_init(args) -> None:
+    """Make the next `ray.init` start our hook in every worker and, without a GPU, provide logical ones."""
+    import ray
+
+    init = ray.init
+
+    def init_with_logra(*positional, **options):
+        ray.init = init
+        runtime_env = dict(options.pop("runtime_env", None) or {})
+        runtime_env["worker_process_setup_hook"] = SETUP_HOOK
+        if not cpu.has_gpu() and not os.environ.get("RAY_ADDRESS"):
+            gpus = logical_gpus(args)
+            options.setdefault("num_gpus", gpus)
+            # Each model actor also asks for a CPU, and the trainer for one more.
+            options.setdefault("num_cpus", max(os.cpu_count() or 1, gpus + 2))
+        return init(*positional, runtime_env=runtime_env, **options)
+
+    ray.init = init_with_logra
+
+
+def logical_gpus(args) -> int:
+    """GPUs that the command line asks Ray for: every model's, and every engine's."""
+    models = [args.actor]
+    if args.algo.kl.init_coef > 0:
+        models.append(args.ref)
+    if args.algo.advantage.estimator == "gae":
+        models.append(args.critic)
+    if not (args.reward.remote_url or args.train.agent_func_path):
+        models.append(args.reward)
+    engines = (args.vllm.num_engines or 0) * args.vllm.tensor_parallel_size
+    return sum(model.num_nodes * model.num_gpus_per_node for model in models) + engines

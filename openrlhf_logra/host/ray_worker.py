@@ -1,0 +1,9 @@
+"""Runs in every Ray worker of a LoGRA job before anything else (`worker_process_setup_hook`)."""
+
+from . import cpu
+from .imports import before_import
+
+
+def setup() -> None:
+    """CPU stand-ins right before OpenRLHF is imported, where there is no GPU. Costs nothing until then."""
+    before_import("openrlhf", cpu.install)

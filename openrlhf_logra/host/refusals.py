@@ -1,0 +1,128 @@
+"""What cannot work is refused before Ray starts: one line with the reason and the way out (spec section 9)."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+from ..config import ConfigError, LograConfig
+from ..train.targets import check_rank, find_targets
+from . import cpu
+from .models import load_skeleton
+
+_DATA_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+
+
+def check(args: SimpleNamespace, config: LograConfig) -> None:
+    """Check flags, model, data and reward of a hierarchized namespace.
+
+    Raises:
+        ConfigError: naming the flag, the value found and what to do.
+    """
+    _check_combinations(args)
+    _check_model(args, config)
+    _check_dataset("--data.prompt_dataset", args.data.prompt_dataset, args, required=True)
+    _check_dataset("--eval.dataset", args.eval.dataset, args, required=False)
+    _check_reward(args)
+
+
+def _check_combinations(args: SimpleNamespace) -> None:
+    refused = [
+        (
+            args.ds.lora.rank > 0,
+            f"--ds.lora.rank {args.ds.lora.rank}: LoRA trains adapters, LoGRA the weights themselves; "
+            "set --ds.lora.rank 0 or drop --logra.enable",
+        ),
+        (args.ds.load_in_4bit, "--ds.load_in_4bit: 4-bit weights cannot be updated in place; drop it"),
+        (
+            args.actor.optim == "muon",
+            "--actor.optim muon: LoGRA replaces the actor's optimizer on its targets; use --actor.optim adam",
+        ),
+        (args.ds.param_dtype != "bf16", f"--ds.param_dtype {args.ds.param_dtype}: updates are exact in bf16 only; use bf16"),
+        (
+            args.ds.use_liger_kernel,
+            "--ds.use_liger_kernel: its fused layers bypass the sketched linears; drop it",
+        ),
+        (args.ds.deepcompile, "--ds.deepcompile: compiled graphs bypass the sketched linears; drop it"),
+        (
+            args.ds.tensor_parallel_size > 1,
+            f"--ds.tensor_parallel_size {args.ds.tensor_parallel_size}: DeepSpeed's AutoTP replaces the linears that "
+            "are sketched; use 1 (the rollout engines' --vllm.tensor_parallel_size is free)",
+        ),
+        (
+            args.ds.zpg > 1,
+            f"--ds.zpg {args.ds.zpg}: ZeRO++ keeps a second copy of every partition that an update would miss; use 1",
+        ),
+        (
+            args.train.enable_ema,
+            "--train.enable_ema: OpenRLHF's moving average skips parameters without gradient, so that LoGRA's targets "
+            "would stay at their first value; drop it",
+        ),
+        (not args.vllm.num_engines, "--vllm.num_engines must be at least 1: LoGRA synchronises vLLM engines"),
+        (args.actor.adam.lr <= 0, f"--actor.adam.lr {args.actor.adam.lr}: alpha is lr / peak lr; use a positive value"),
+        (
+            args.ds.packing_samples and not cpu.has_gpu(),
+            "--ds.packing_samples needs flash attention, which needs a GPU; drop it on this machine",
+        ),
+        (
+            not _plugin_allowed(),
+            f"VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')} keeps vLLM from loading openrlhf_logra; add it or unset",
+        ),
+    ]
+    for holds, message in refused:
+        if holds:
+            raise ConfigError(message)
+
+
+def _plugin_allowed() -> bool:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return allowed is None or "openrlhf_logra" in allowed.split(",")
+
+
+def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
+    path = args.actor.model_name_or_path
+    if not path:
+        raise ConfigError("--actor.model_name_or_path is missing; give a model directory or a hub name")
+    model = load_skeleton(path)
+    check_rank(config.rank, find_targets(model, config.target_modules))
+
+
+def _check_dataset(flag: str, value: str | None, args: SimpleNamespace, required: bool) -> None:
+    """Local files are read; hub names and directories are left to the host."""
+    if not value:
+        if required:
+            raise ConfigError(f"{flag} is missing; give a .jsonl, .json, .csv or .parquet file, or a hub name")
+        return
+    for item in value.split(","):
+        path = Path(item.strip().split("@")[0])
+        if path.suffix in _DATA_FILES:
+            _check_data_file(flag, path, args)
+
+
+def _check_data_file(flag: str, path: Path, args: SimpleNamespace) -> None:
+    if not path.is_file():
+        raise ConfigError(f"{flag} {path}: no such file")
+    from datasets import load_dataset
+    from datasets.utils.logging import disable_progress_bar, enable_progress_bar
+
+    disable_progress_bar()
+    try:
+        rows = load_dataset(_DATA_FILES[path.suffix], data_files=str(path), split="train")
+    except Exception as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise ConfigError(f"{flag} {path}: cannot be read as {path.suffix[1:]}: {reason}") from error
+    finally:
+        enable_progress_bar()
+    if len(rows) == 0:
+        raise ConfigError(f"{flag} {path}: has no rows")
+    for key_flag, key in (("--data.input_key", args.data.input_key), ("--data.label_key", args.data.label_key)):
+        if key is not None and key not in rows.column_names:
+            raise ConfigError(
+                f"{flag} {path}: has no column {key!r} ({key_flag}); its columns are {', '.join(rows.column_names)}"
+            )
+
+
+def _check_reward(args: SimpleNamespace) -> None:
+    for flag, value in (("--reward.remote_url", args.reward.remote_url), ("--train.agent_func_path", args.train.agent_func_path)):
+        for item in (value or "").split(","):
+            if item.endswith(".py") and not Path(item).is_file():
+                raise ConfigError(f"{flag} {item}: no such file")

@@ -1,0 +1,22 @@
+"""The vLLM entry point (`vllm.general_plugins`): runs in every vLLM process, engine cores and workers included."""
+
+import os
+
+ENABLED = "OPENRLHF_LOGRA"
+
+
+def register() -> None:
+    """Register the weight-transfer backend where LoGRA is enabled; change nothing elsewhere. Safe to call repeatedly."""
+    if os.environ.get(ENABLED) != "1":
+        return
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    from .. import __version__
+    from ..sync.worker import BACKEND
+    from . import cpu
+
+    if BACKEND in WeightTransferEngineFactory._registry:
+        return
+    WeightTransferEngineFactory.register_engine(BACKEND, "openrlhf_logra.sync.worker", "LograWeightTransferEngine")
+    cpu.keep_vllm_weights()
+    print(f"[logra] openrlhf_logra {__version__} active in a vLLM process (pid {os.getpid()})", flush=True)

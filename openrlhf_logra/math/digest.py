@@ -1,0 +1,73 @@
+"""An additive checksum of weights: independent of order and sharding, so that digests of shards add up (spec section 7).
+
+digest(W) = sum over elements of mix64(name hash + index) * bits(W_index) modulo 2**64
+"""
+
+import hashlib
+
+import torch
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_TILE_ELEMENTS = 1 << 18
+
+
+def name_hash(name: str) -> int:
+    """64-bit BLAKE2b hash of a parameter name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8, person=b"digest").digest(), "little")
+
+
+def digest_block(block: torch.Tensor, name: str, width: int, row0: int = 0, col0: int = 0) -> int:
+    """Digest of W[row0:row0 + n, col0:col0 + m], addressed within the Hugging Face matrix of `width` columns.
+
+    Args:
+        block: bf16 [n, m], any strides.
+        name: Hugging Face parameter name.
+        width: columns of the whole matrix (1 for a vector, whose elements are its rows).
+
+    Returns:
+        An integer in [0, 2**64). Digests of blocks that partition a matrix add up to the matrix's, modulo 2**64.
+    """
+    rows, cols = block.shape
+    step = max(1, _TILE_ELEMENTS // max(cols, 1))
+    total = 0
+    for start in range(0, rows, step):
+        tile = block[start : start + step]
+        row = torch.arange(row0 + start, row0 + start + tile.shape[0], dtype=torch.int64, device=block.device)
+        index = row[:, None] * width + torch.arange(col0, col0 + cols, dtype=torch.int64, device=block.device)
+        total += _weighted_sum(tile, index, name)
+    return total & _MASK64
+
+
+def digest_flat(shard: torch.Tensor, name: str, start: int, size: int) -> int:
+    """Digest of the row-major flat elements [start, start + n) of a matrix of `size` elements; padding is ignored.
+
+    Args:
+        shard: bf16 [n], contiguous.
+        start: flat index of its first element.
+        size: number of elements of the whole matrix.
+    """
+    count = max(0, min(shard.numel(), size - start))
+    return digest_block(shard[:count].view(-1, 1), name, 1, row0=start) if count else 0
+
+
+def _weighted_sum(tile: torch.Tensor, index: torch.Tensor, name: str) -> int:
+    # int64 arithmetic wraps modulo 2**64, which is the arithmetic of the formula.
+    weights = _mix64(index * _signed(_GOLDEN) + _signed(name_hash(name)))
+    bits = tile.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
+    return int(weights.mul_(bits).sum()) & _MASK64
+
+
+def _mix64(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

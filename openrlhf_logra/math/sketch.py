@@ -1,0 +1,105 @@
+"""The sketch S = G A^T accumulated inside backward (spec section 3); the full gradient G = g^T x never exists.
+
+`sketch_linear` replaces a target's linear map. Forward computes x W^T + b and keeps only P = x A^T; backward returns g W
+and adds g^T P to S.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+class _SketchLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, projected, sink):
+        ctx.save_for_backward(projected)
+        # A reference, not a saved tensor: under ZeRO-3 the storage is released after forward and gathered again before
+        # backward, into the same Parameter.
+        ctx.weight = weight
+        ctx.sink = sink
+        ctx.has_bias_grad = bias is not None and bias.requires_grad
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (projected,) = ctx.saved_tensors
+        grad_input = grad_output @ ctx.weight if ctx.needs_input_grad[0] else None
+        flat = grad_output.reshape(-1, grad_output.shape[-1])
+        ctx.sink.add(flat, projected)
+        grad_bias = flat.sum(0) if ctx.has_bias_grad else None
+        return grad_input, None, grad_bias, None, None
+
+
+class SketchSink:
+    """Where one target's backward adds its contribution.
+
+    Attributes:
+        value: S, float32 [d, r]; usually a view of the flat buffer of all targets.
+        contributions: number of backward passes added since `clear`.
+    """
+
+    def __init__(self, value: torch.Tensor):
+        self.value = value
+        self.contributions = 0
+
+    def add(self, grad_output: torch.Tensor, projected: torch.Tensor) -> None:
+        """S += g^T P with float32 products and sums. grad_output [N, d] of any float dtype, projected [N, r] float32."""
+        self.value.addmm_(grad_output.float().t(), projected)
+        self.contributions += 1
+
+    def clear(self) -> None:
+        """Set S and the count to zero."""
+        self.value.zero_()
+        self.contributions = 0
+
+
+def sketch_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    projection: Callable[[], torch.Tensor],
+    sink: SketchSink,
+) -> torch.Tensor:
+    """x W^T + b; if a backward pass follows, sink.value gains G A^T of this call.
+
+    Args:
+        x: input [..., k].
+        weight: W [d, k], not requiring grad.
+        bias: [d] or None.
+        projection: returns A [r, k] in float32; called only where a backward pass may follow.
+        sink: receives the sketch of [d, r].
+
+    Returns:
+        Output [..., d], the same bits as `torch.nn.functional.linear`.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return F.linear(x, weight, bias)
+    projected = project(x.detach(), projection())
+    return _SketchLinear.apply(x, weight, bias, projected, sink)
+
+
+def project(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """P = x A^T in float32: x [..., k], projection [r, k] -> [N, r]."""
+    return x.reshape(-1, x.shape[-1]).float() @ projection.t()
+
+
+class _GradAnchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, anchor):
+        ctx.anchor_shape, ctx.anchor_dtype = anchor.shape, anchor.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        zeros = torch.zeros(ctx.anchor_shape, dtype=ctx.anchor_dtype, device=grad_output.device)
+        return (grad_output if ctx.needs_input_grad[0] else None), zeros
+
+
+def grad_anchor(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """x unchanged, but requiring grad through `anchor`, whose own gradient is always exactly zero.
+
+    With every weight frozen, something upstream of the first target must require grad or autograd prunes the whole
+    backward pass. The output does not depend on the anchor's value, so even a damaged anchor cannot reach the policy.
+    """
+    return _GradAnchor.apply(x, anchor)

@@ -1,0 +1,159 @@
+"""Which block of which runtime parameter every checkpoint matrix fills, learnt from the model's own loader.
+
+The loader is given matrices whose elements are their own flat indices and writes them into scratch parameters; what
+arrives where is the layout. Fused qkv and gate_up, replicated KV heads, tensor-parallel slices and padded vocabularies
+need no table of architectures.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows [row0, row0 + rows) of a runtime parameter (all its columns) hold rows [hf_row0, ...) and columns
+    [hf_col0, ...) of a checkpoint matrix. A vector counts as one column; leading dimensions are joined into rows."""
+
+    parameter: str
+    row0: int
+    rows: int
+    cols: int
+    hf_row0: int
+    hf_col0: int
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """(row, rows, column, columns) within the checkpoint matrix."""
+        return self.hf_row0, self.rows, self.hf_col0, self.cols
+
+    def view(self, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The block as a two-dimensional view of the runtime parameter's storage."""
+        return rows_view(parameters[self.parameter])[self.row0 : self.row0 + self.rows]
+
+
+def rows_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as [rows, columns]: leading dimensions joined, a vector as one column."""
+    if tensor.dim() == 0:
+        return tensor.view(1, 1)
+    return tensor.view(-1, 1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) under which elements of a checkpoint tensor of `shape` are addressed."""
+    if len(shape) == 1:
+        return shape[0], 1
+    rows = 1
+    for length in shape[:-1]:
+        rows *= length
+    return rows, shape[-1]
+
+
+def discover_layout(
+    model: nn.Module, shapes: dict[str, tuple[int, ...]], load_weights: LoadWeights
+) -> tuple[dict[str, list[Block]], list[str]]:
+    """Learn the layout of a loaded model; its weights are left as they are, at the same addresses.
+
+    Args:
+        model: the runtime model.
+        shapes: name and full shape of every checkpoint tensor.
+        load_weights: the model's loader.
+
+    Returns:
+        Blocks by checkpoint name, and the names whose place could not be learnt (no such parameter, a dtype other than
+        bf16, or an arrangement that is not whole runs of rows).
+    """
+    layout: dict[str, list[Block]] = {}
+    # Layer by layer, so that scratch and index tensors are the size of one layer and not of the model.
+    for layer in dict.fromkeys(_layer(name) for name in shapes):
+        group = {name: shape for name, shape in shapes.items() if _layer(name) == layer}
+        for name, blocks in _discover_group(model, layer, group, load_weights).items():
+            layout.setdefault(name, []).extend(blocks)
+    return layout, [name for name in shapes if name not in layout]
+
+
+def _layer(name: str) -> str | None:
+    """The outermost number in a dotted name: checkpoint and runtime names differ, layer numbers do not."""
+    return next((part for part in name.split(".") if part.isdigit()), None)
+
+
+def _discover_group(
+    model: nn.Module, layer: str | None, shapes: dict[str, tuple[int, ...]], load_weights: LoadWeights
+) -> dict[str, list[Block]]:
+    offsets, total = {}, 1  # 0 is what loaders write into padding
+    for name, shape in shapes.items():
+        offsets[name] = total
+        total += torch.Size(shape).numel()
+    with _scratch_parameters(model, layer) as scratch:
+        try:
+            load_weights(
+                (name, torch.arange(offsets[name], offsets[name] + torch.Size(shape).numel(), dtype=torch.float64)
+                 .view(shape))
+                for name, shape in shapes.items()
+            )
+        except Exception:
+            # A loader that cannot take a subset of the checkpoint, or that writes outside of this layer.
+            return {}
+        found: dict[str, list[Block]] = {}
+        irregular: set[str] = set()
+        for runtime_name, tensor in scratch.items():
+            blocks, unclear = _blocks_of(runtime_name, tensor, shapes, offsets)
+            irregular |= unclear
+            for name, block in blocks:
+                found.setdefault(name, []).append(block)
+    return {name: blocks for name, blocks in found.items() if name not in irregular}
+
+
+@contextmanager
+def _scratch_parameters(model: nn.Module, layer: str | None) -> Iterator[dict[str, torch.Tensor]]:
+    """For a while every parameter of this layer holds float64 scratch, every other one nothing at all."""
+    originals = {name: parameter.data for name, parameter in model.named_parameters()}
+    scratch = {}
+    try:
+        for name, parameter in model.named_parameters():
+            if _layer(name) == layer:
+                parameter.data = torch.full(parameter.shape, -1.0, dtype=torch.float64)
+                if originals[name].dtype is torch.bfloat16 and originals[name].is_contiguous():
+                    scratch[name] = parameter.data
+            else:
+                parameter.data = torch.empty(0, dtype=originals[name].dtype)
+        yield scratch
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.data = originals[name]
+
+
+def _blocks_of(
+    runtime_name: str, scratch: torch.Tensor, shapes: dict[str, tuple[int, ...]], offsets: dict[str, int]
+) -> tuple[list[tuple[str, Block]], set[str]]:
+    """Runs of rows in one runtime parameter, and the names that sit in it in any other arrangement."""
+    names = list(shapes)
+    bounds = torch.tensor([offsets[name] for name in names], dtype=torch.int64)
+    index = rows_view(scratch).to(torch.int64)
+    rows, cols = index.shape
+    regular = (index == index[:, :1] + torch.arange(cols)).all(1) & (index[:, 0] > 0)
+    odd = index[~regular]
+    odd = odd[odd > 0]
+    unclear = {names[i] for i in (torch.searchsorted(bounds, odd, right=True) - 1).unique().tolist()}
+    owner = torch.searchsorted(bounds, index[:, 0], right=True) - 1
+    widths = torch.tensor([matrix_shape(shapes[name])[1] for name in names], dtype=torch.int64)
+    safe = owner.clamp(min=0)
+    flat = index[:, 0] - bounds[safe]
+    hf_row, hf_col = flat // widths[safe], flat % widths[safe]
+    blocks, row = [], 0
+    same = (owner[1:] == owner[:-1]) & (hf_col[1:] == hf_col[:-1]) & (hf_row[1:] == hf_row[:-1] + 1)
+    same &= regular[1:] & regular[:-1]
+    for end in [*(torch.nonzero(~same).flatten() + 1).tolist(), rows]:
+        if regular[row]:
+            name = names[int(owner[row])]
+            if int(hf_col[row]) + cols <= int(widths[owner[row]]):
+                blocks.append((name, Block(runtime_name, row, end - row, cols, int(hf_row[row]), int(hf_col[row]))))
+            else:
+                unclear.add(name)
+        row = end
+    return blocks, unclear

@@ -1,0 +1,150 @@
+"""What is trained and what it costs, before anything runs: the coverage table (spec section 8)."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..config import LograConfig
+from ..math.direction import state_bytes
+from .targets import Target, full_shape
+
+PROJECTION_CACHE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: the targets that share a module name and a shape, or the frozen rest. Sizes in bytes."""
+
+    module: str
+    count: int
+    shape: str
+    rank: int | None
+    weight: int
+    sketch: int
+    moments: int
+    record: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The whole table.
+
+    Attributes:
+        rows: one per kind of target, then the frozen parameters.
+        parameters: number of elements of the model, tied ones once.
+        sketched, frozen: the two parts that add up to it.
+        full_sync: bytes of the bf16 weights that a stock sync sends.
+        dense_adam: bytes of gradient, fp32 master copy and two Adam moments of the targets under dense bf16 training.
+        projections: bytes of cached projections.
+    """
+
+    rows: tuple[Row, ...]
+    parameters: int
+    sketched: int
+    frozen: int
+    full_sync: int
+    dense_adam: int
+    projections: int
+
+    @property
+    def record(self) -> int:
+        """Bytes of one update's record: int16 factors and float32 row scales."""
+        return sum(row.record for row in self.rows)
+
+    @property
+    def state(self) -> int:
+        """Bytes of trainer state on rank 0: sketch, moments, cached projections."""
+        return sum(row.sketch + row.moments for row in self.rows) + self.projections
+
+
+def measure(model: nn.Module, targets: list[Target], config: LograConfig) -> Coverage:
+    """Coverage of `model` by `targets`; needs shapes only, so a model on the meta device will do.
+
+    Raises:
+        AssertionError: targets and frozen parameters do not add up to the model.
+    """
+    rank = config.rank
+    kinds: dict[tuple[str, int, int], int] = {}
+    for target in targets:
+        kind = (target.name.split(".")[-2], target.rows, target.width)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    rows = [
+        Row(
+            module,
+            count,
+            f"{d} x {k}",
+            rank,
+            weight=2 * count * d * k,
+            sketch=4 * count * d * rank,
+            moments=count * state_bytes(config.optimizer, d, rank),
+            record=count * (2 * d * rank + 4 * d),
+        )
+        for (module, d, k), count in kinds.items()
+    ]
+    sizes = {name: _numel(full_shape(parameter)) for name, parameter in model.named_parameters()}
+    names = {target.name for target in targets}
+    sketched = sum(sizes[name] for name in names)
+    frozen = [size for name, size in sizes.items() if name not in names]
+    rows.append(Row("(frozen)", len(frozen), "", None, 2 * sum(frozen), 0, 0, 0))
+    total = sum(sizes.values())
+    assert sketched + sum(frozen) == total, "sketched and frozen parameters must add up to the model"
+    return Coverage(
+        rows=tuple(rows),
+        parameters=total,
+        sketched=sketched,
+        frozen=sum(frozen),
+        full_sync=2 * total,
+        dense_adam=(2 + 4 + 8) * sketched,
+        projections=projection_cache_bytes(targets, rank),
+    )
+
+
+def projection_cache_bytes(targets: list[Target], rank: int) -> int:
+    """Bytes of all projections in float32 where they are kept between forwards; 0 where that exceeds the limit and each
+    is drawn again when it is needed."""
+    needed = 4 * rank * sum(target.width for target in targets)
+    return needed if needed <= PROJECTION_CACHE_BYTES else 0
+
+
+def render(coverage: Coverage) -> str:
+    """The table as text, 100 columns at most."""
+    header = ("module", "count", "shape", "rank", "weight", "sketch", "moments", "record")
+    body = [
+        (
+            row.module,
+            str(row.count),
+            row.shape,
+            "" if row.rank is None else str(row.rank),
+            *(human_bytes(size) if size else "-" for size in (row.weight, row.sketch, row.moments, row.record)),
+        )
+        for row in coverage.rows
+    ]
+    widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        for line in (header, *body)
+    ]
+    lines.append(
+        f"sketched {coverage.sketched:,} + frozen {coverage.frozen:,} = all {coverage.parameters:,} parameters"
+    )
+    lines.append(
+        f"trainer state {human_bytes(coverage.state)} (dense Adam on the same targets {human_bytes(coverage.dense_adam)});"
+        f" sync {human_bytes(coverage.record)} an update (full weights {human_bytes(coverage.full_sync)})"
+    )
+    return "\n".join(lines)
+
+
+def human_bytes(size: float) -> str:
+    """1536 -> "1.5 kB" (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    total = 1
+    for length in shape:
+        total *= length
+    return total

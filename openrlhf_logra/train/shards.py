@@ -1,0 +1,93 @@
+"""Where a parameter's elements live on this rank: whole (ZeRO 0-2) or as one flat row-major partition (ZeRO 3).
+
+The only module that knows DeepSpeed's parameter attributes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from ..math.digest import digest_block, digest_flat
+from ..math.exact import Update, apply_block, apply_flat
+from .targets import full_shape
+
+_TILE_ELEMENTS = 1 << 20
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether ZeRO-3 shards this parameter."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def apply_update(parameter: torch.Tensor, update: Update) -> None:
+    """W <- W - step on the elements that this rank holds, in place (spec section 5)."""
+    with torch.no_grad():
+        if is_partitioned(parameter):
+            apply_flat(parameter.ds_tensor.data, update, _partition_start(parameter))
+            if not _is_gathered(parameter):
+                return
+            # Small parameters stay gathered beside their partition (stage3_param_persistence_threshold).
+        apply_block(parameter.data, update)
+
+
+def share_owned_bits(parameter: torch.Tensor) -> None:
+    """Make every rank's copy of W the owner's: rank 0's where ranks hold it whole; a partition has one owner already.
+    A collective."""
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if not is_partitioned(parameter):
+        dist.broadcast(parameter.data.view(torch.uint8), src=0)
+    elif _is_gathered(parameter):
+        partitions = [torch.empty_like(parameter.ds_tensor.data) for _ in range(dist.get_world_size())]
+        dist.all_gather(partitions, parameter.ds_tensor.data, group=parameter.ds_process_group)
+        parameter.data.copy_(torch.cat(partitions)[: parameter.ds_numel].view(parameter.ds_shape))
+
+
+def squared_norm(parameter: torch.Tensor) -> float:
+    """Sum of squares of the elements that this rank counts: the partitions add up over ranks; a whole parameter is
+    counted by rank 0 alone."""
+    if is_partitioned(parameter):
+        start, size = _partition_start(parameter), parameter.ds_numel
+        values = parameter.ds_tensor.data[: max(0, size - start)]
+    elif dist.is_initialized() and dist.get_rank() != 0:
+        return 0.0
+    else:
+        values = parameter.data.flatten()
+    tiles = values.split(_TILE_ELEMENTS)
+    return sum(float(torch.linalg.vector_norm(tile.float(), dtype=torch.float64)) ** 2 for tile in tiles)
+
+
+def digest(name: str, parameter: torch.Tensor) -> int:
+    """Digest of the elements that this rank counts; adds up over ranks, modulo 2**64, to the parameter's digest."""
+    if is_partitioned(parameter):
+        return digest_flat(parameter.ds_tensor.data, name, _partition_start(parameter), parameter.ds_numel)
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return 0
+    return digest_block(as_matrix(parameter.data), name, as_matrix(parameter.data).shape[1])
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with two dimensions: a vector is one column, more dimensions join the columns."""
+    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+
+
+@contextmanager
+def gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The whole parameter on every rank, for reading. A collective under ZeRO 3: every rank must enter."""
+    if not is_partitioned(parameter):
+        yield parameter.data
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        yield parameter.data
+
+
+def _is_gathered(parameter: torch.Tensor) -> bool:
+    return parameter.data.numel() == parameter.ds_numel and tuple(parameter.data.shape) == full_shape(parameter)
+
+
+def _partition_start(parameter: torch.Tensor) -> int:
+    return dist.get_rank(group=parameter.ds_process_group) * parameter.ds_tensor.numel()

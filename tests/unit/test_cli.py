@@ -1,0 +1,144 @@
+"""The command `openrlhf-logra`: subcommands, exit codes, and what they import."""
+
+import argparse
+import importlib
+import runpy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from openrlhf_logra import __version__
+from openrlhf_logra.cli import doctor, main, train
+from openrlhf_logra.host import versions
+from openrlhf_logra.host.versions import MISSING, OK, Finding
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_every_subcommand_keeps_the_convention(name):
+    module = main.load(name)
+    module.add_arguments(argparse.ArgumentParser())
+    assert callable(module.run)
+    assert main.help_text(name) == module.__doc__.splitlines()[0] != ""
+
+
+def test_help_lists_every_subcommand(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--help"])
+    printed = capsys.readouterr().out
+    assert stop.value.code == 0
+    assert all(name in printed for name in main.COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"openrlhf-logra {__version__}\n"
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["doctor", "--no-such-flag"]])
+def test_bad_input_is_exit_code_2(argv, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(argv)
+    assert stop.value.code == 2
+    assert "openrlhf-logra" in capsys.readouterr().err
+
+
+def test_help_imports_no_subcommand():
+    code = (
+        "import sys\nfrom openrlhf_logra.cli import main\n"
+        "try:\n    main.main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "print([name for name in main.COMMANDS if f'openrlhf_logra.cli.{name}' in sys.modules])\n"
+        "print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-2:] == ["[]", "False"]
+
+
+@pytest.fixture
+def startup(monkeypatch):
+    """Stands for host/startup.py, and records."""
+    calls = []
+    module = SimpleNamespace(activate=lambda: calls.append("activate"))
+    monkeypatch.setattr(importlib.import_module("openrlhf_logra.host"), "startup", module, raising=False)
+    monkeypatch.setitem(sys.modules, "openrlhf_logra.host.startup", module)
+    monkeypatch.setattr(runpy, "run_module", lambda name, **options: calls.append((name, options, list(sys.argv[1:]))))
+    monkeypatch.setattr(sys, "argv", ["openrlhf-logra"])
+    return calls
+
+
+@pytest.mark.parametrize("flags", [["--actor.model_name_or_path", "m", "--logra.enable"], ["--help"], []])
+def test_train_activates_and_then_runs_the_stock_module(startup, monkeypatch, flags):
+    monkeypatch.setattr(versions, "findings", lambda: [Finding("openrlhf", "0.11.2", "0.11.2", OK, "")])
+    assert main.main(["train", *flags]) == 0
+    assert startup == ["activate", (train.STOCK_MODULE, {"run_name": "__main__", "alter_sys": True}, flags)]
+
+
+def test_train_without_openrlhf_is_exit_code_2(startup, monkeypatch, capsys):
+    monkeypatch.setattr(versions, "findings", lambda: [Finding("openrlhf", None, "0.11.2", MISSING, "pip install it")])
+    assert main.main(["train", "--logra.enable"]) == 2
+    assert capsys.readouterr().err == "openrlhf-logra train: openrlhf is not installed: pip install it\n"
+    assert startup == []
+
+
+@pytest.fixture
+def healthy(monkeypatch):
+    """A machine on which nothing is wrong."""
+    fine = Finding("something", "1.0", "1.x", OK, "")
+    monkeypatch.setattr(versions, "findings", lambda: [fine])
+    monkeypatch.setattr(doctor, "startup_line", lambda: fine)
+    monkeypatch.setattr(doctor, "vllm_entry_point", lambda: fine)
+    return fine
+
+
+def test_doctor_on_a_healthy_machine(healthy, capsys):
+    assert main.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert "python" in printed and "GPU" in printed and "something  1.0" in printed and "fix" not in printed
+
+
+def test_doctor_prints_the_fix_and_exits_with_1(healthy, monkeypatch, capsys):
+    ray = Finding("ray", None, "2.55.x", MISSING, "pip install it")
+    monkeypatch.setattr(versions, "findings", lambda: [healthy, ray])
+    assert main.main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "fix ray: pip install it"
+
+
+@pytest.mark.parametrize(
+    ("registered", "allowed", "found"),
+    [
+        (True, None, "registered"),
+        (True, "other,openrlhf_logra", "registered"),
+        (True, "other", "filtered out"),
+        (True, "", "filtered out"),
+        (False, None, None),
+    ],
+)
+def test_doctor_sees_the_vllm_entry_point_as_vllm_does(monkeypatch, registered, allowed, found):
+    monkeypatch.setattr(doctor, "entry_points", lambda group, name: [name] if registered else [])
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    row = doctor.vllm_entry_point()
+    assert row.found == found
+    assert (row.status == OK) == (row.fix == "") == (found == "registered")
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "found"),
+    [
+        ("True\n", "", "active"),
+        ("False\n", "", None),
+        ("False\n", "openrlhf_logra: start-up failed, LoGRA is off: ImportError no", "fails"),
+    ],
+)
+def test_doctor_sees_whether_the_start_up_line_works(monkeypatch, tmp_path, stdout, stderr, found):
+    answer = SimpleNamespace(stdout=stdout, stderr=stderr)
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *command, **options: answer)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert doctor.startup_line().found == found
+    if found is None:
+        (tmp_path / doctor.PTH).touch()
+        assert doctor.startup_line().found == "not active"
