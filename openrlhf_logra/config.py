@@ -135,8 +135,13 @@ def _shown(default: Any) -> str:
     return " ".join(default) if isinstance(default, tuple) else str(default)
 
 
-def from_namespace(logra: SimpleNamespace) -> LograConfig:
-    """The configuration of a parsed and hierarchized namespace (`args.logra`)."""
+def from_flat(parsed: argparse.Namespace) -> LograConfig:
+    """The configuration of a namespace as `add_flags`'s parser returns it (attributes "logra.rank" and so on)."""
+    return LograConfig(**{item.name: getattr(parsed, f"logra.{item.metadata['flag']}") for item in fields(LograConfig)})
+
+
+def from_hierarchy(logra: SimpleNamespace) -> LograConfig:
+    """The configuration of OpenRLHF's nested form of the same namespace (`args.logra`)."""
     values = {}
     for item in fields(LograConfig):
         node = logra

@@ -16,7 +16,7 @@ from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.utils import get_strategy as get_stock_strategy
 
 from .. import __version__
-from ..config import from_namespace
+from ..config import from_hierarchy
 from ..strategies import strategy_class
 from ..strategies.logra import ANCHOR, LograStrategy, StepOutcome
 from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo
@@ -54,7 +54,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
     def _ds_init_train_model(self, model, cfg: dict):
         if not isinstance(model, Actor):
             return super()._ds_init_train_model(model, cfg)
-        config = from_namespace(self.args.logra)
+        config = from_hierarchy(self.args.logra)
         self.logra = strategy_class(config.method)(config, model.model)
         coverage = self.logra.attach()
         self.print("[logra] coverage\n" + render(coverage))
@@ -141,7 +141,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
 
     def __init__(self, strategy, actor, *args, **kwargs):
         super().__init__(strategy, actor, *args, **kwargs)
-        config = from_namespace(strategy.args.logra)
+        config = from_hierarchy(strategy.args.logra)
         module = actor.model.module
         named = dict(module.named_parameters())
         self.sync_report = None

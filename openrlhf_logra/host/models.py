@@ -8,8 +8,8 @@ from torch import nn
 from ..config import ConfigError
 
 
-def load_skeleton(path: str) -> nn.Module:
-    """The model of a directory or hub name on the meta device: modules, names and shapes, no weights.
+def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Module:
+    """The model of a directory or hub name on the meta device: modules, names and shapes, no weights. `flag` is named in errors.
 
     Raises:
         ConfigError: there is no such model, or its configuration cannot be read.
@@ -17,9 +17,9 @@ def load_skeleton(path: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if _looks_local(path) and not Path(path).is_dir():
-        raise ConfigError(f"--actor.model_name_or_path {path}: no such directory")
+        raise ConfigError(f"{flag} {path}: no such directory")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"--actor.model_name_or_path {path}: has no config.json; is it a Hugging Face model?")
+        raise ConfigError(f"{flag} {path}: has no config.json; is it a Hugging Face model?")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=True)
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
@@ -27,7 +27,7 @@ def load_skeleton(path: str) -> nn.Module:
             return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=True)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"--actor.model_name_or_path {path}: cannot be loaded: {reason}") from error
+        raise ConfigError(f"{flag} {path}: cannot be loaded: {reason}") from error
 
 
 def _looks_local(path: str) -> bool:

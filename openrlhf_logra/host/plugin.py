@@ -10,7 +10,7 @@ from types import ModuleType
 from openrlhf.utils.config import hierarchize
 
 from .. import __version__
-from ..config import ConfigError, from_namespace
+from ..config import ConfigError, from_flat
 from . import cpu, refusals
 
 SETUP_HOOK = "openrlhf_logra.host.ray_worker.setup"
@@ -23,7 +23,7 @@ def enable(flat: argparse.Namespace, main: ModuleType) -> None:
         ConfigError: something cannot work; nothing was installed and nothing started.
     """
     args = hierarchize(flat)
-    config = from_namespace(args.logra)
+    config = from_flat(flat)
     if not config.enable:
         raise ConfigError("--logra.* flags are given without --logra.enable; add it, or remove them")
     config.validate()

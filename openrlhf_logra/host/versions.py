@@ -54,7 +54,7 @@ PEERS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one peer: `found` is None when it is missing, `fix` is one line, empty when nothing is wrong."""
+    """What was found of one peer: `found` is None when it is missing, `fix` is one line and empty when all is well."""
 
     package: str
     found: str | None

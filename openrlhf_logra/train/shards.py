@@ -55,7 +55,8 @@ def squared_norm(parameter: torch.Tensor) -> float:
         return 0.0
     else:
         values = parameter.data.flatten()
-    tiles = values.split(_TILE_ELEMENTS)
+    # In float32 tile by tile, at most half of it at once: no temporary has the size of the weight.
+    tiles = values.split(max(1, min(_TILE_ELEMENTS, -(-values.numel() // 2))))
     return sum(float(torch.linalg.vector_norm(tile.float(), dtype=torch.float64)) ** 2 for tile in tiles)
 
 

@@ -1,8 +1,8 @@
 """Reward of the CPU demo: Reasoning-Gym's own verifier, 1.0 for full marks and 0.0 otherwise.
 
 OpenRLHF loads this file by its path (`--reward.remote_url recipes/cpu/reward.py`) in every rollout worker and calls
-`reward_func` from several threads, so it keeps no state. The label says which task the problem belongs to and holds what
-that task's verifier needs; prepare.py writes it.
+`reward_func` from several threads, so it keeps no state. The label says which task the problem belongs to and holds
+what that task's verifier needs; prepare.py writes it.
 """
 
 import json
@@ -26,6 +26,8 @@ def score(query: str, prompt: str, label: str) -> float:
     if not end:
         return 0.0
     problem = json.loads(label)
+    # Exactly 1.0: for a right answer with something after it, spell_backward's partial credit sums to
+    # 0.9999999999999999 or even 1.0000000000000002 at some lengths.
     return float(verifier(problem["task"]).score_answer(answer, problem["entry"]) == 1.0)
 
 

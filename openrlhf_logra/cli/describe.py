@@ -1,0 +1,38 @@
+"""Show what LoGRA would train in a model, and what it costs, without loading weights.
+
+    openrlhf-logra describe --model DIR [--logra.rank 256 ...]
+
+prints the coverage table that training prints at its start, for the same `--logra.*` flags.
+"""
+
+import argparse
+import os
+import sys
+
+from openrlhf_logra.config import ConfigError, add_flags, from_flat
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, and every `--logra.*` flag."""
+    parser.add_argument("--model", required=True, help="model directory or hub name, as --actor.model_name_or_path")
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the coverage table. Returns 2 after one line on stderr when model or flags cannot work."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from openrlhf_logra.host.models import load_skeleton
+    from openrlhf_logra.train.coverage import measure, render
+    from openrlhf_logra.train.targets import check_rank, find_targets
+
+    try:
+        config = from_flat(args)
+        config.validate()
+        model = load_skeleton(args.model, flag="--model")
+        targets = find_targets(model, config.target_modules)
+        check_rank(config.rank, targets)
+    except ConfigError as error:
+        print(f"openrlhf-logra describe: {error}", file=sys.stderr)
+        return 2
+    print(render(measure(model, targets, config)))
+    return 0
