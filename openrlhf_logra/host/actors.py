@@ -19,7 +19,7 @@ from .. import __version__
 from ..config import from_hierarchy
 from ..strategies import strategy_class
 from ..strategies.logra import ANCHOR, LograStrategy, StepOutcome
-from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo
+from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncReport
 from ..train.coverage import human_bytes, render
 from . import cpu
 from .vllm_plugin import ENABLED
@@ -56,8 +56,8 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             return super()._ds_init_train_model(model, cfg)
         config = from_hierarchy(self.args.logra)
         self.logra = strategy_class(config.method)(config, model.model)
-        coverage = self.logra.attach()
-        self.print("[logra] coverage\n" + render(coverage))
+        self.coverage = self.logra.attach()
+        self.print("[logra] coverage\n" + render(self.coverage))
         prepared = super()._ds_init_train_model(model, cfg)
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)
@@ -177,6 +177,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
             "logra/skipped": float(len(outcomes) - len(applied)),
             "logra/version": float(outcomes[-1].version),
             "logra/state_bytes": float(self.strategy.logra.state_bytes),
+            "logra/dense_state_bytes": float(self.strategy.coverage.dense_adam),
             "timing/logra_update": sum(outcome.seconds for outcome in outcomes),
         }
         for name in ("alpha", "sketch_norm", "update_ratio"):
@@ -197,20 +198,9 @@ class LograPolicyModelActor(_plain(ppo_actor.PolicyModelActor)):
         ppo_actor.ActorPPOTrainer = LograActorPPOTrainer
         return super().init_model_from_pretrained(*args, **kwargs)
 
-    def sync_metrics(self) -> dict[str, float]:
-        """Metrics of the last sync."""
-        report = self.trainer.sync_report
-        if report is None:
-            return {}
-        metrics = {
-            "logra/sync_bytes": float(report.sync_bytes),
-            "logra/sync_dense_bytes": float(report.dense_bytes),
-            "logra/sync_seconds": report.seconds,
-            "timing/logra_sync": report.seconds,
-        }
-        if report.digest_ok is not None:
-            metrics["logra/digest_ok"] = float(report.digest_ok)
-        return metrics
+    def sync_report(self) -> SyncReport | None:
+        """What the last sync did."""
+        return self.trainer.sync_report
 
 
 # ---- rollout actor ----------------------------------------------------------------------------------------------------
@@ -262,13 +252,12 @@ class _SyncMetrics:
     def train_step(self, rollout_samples, global_step: int):
         start = time.perf_counter()
         status, step = super().train_step(rollout_samples, global_step)
-        metrics = ray.get(self.actor_model_group.async_run_method(method_name="sync_metrics"))[0]
-        # timing/* of ours are parts of timing/ppo_train and timing/broadcast: added where OpenRLHF has summed its own.
-        self._logra_timings = {key: metrics.pop(key) for key in list(metrics) if key.startswith("timing/")}
-        for key in [key for key in status if key.startswith("timing/logra_")]:
-            self._logra_timings[key] = status.pop(key)
-        status.update(metrics)
-        print(_step_line(step, status, time.perf_counter() - start), flush=True)
+        report = ray.get(self.actor_model_group.async_run_method(method_name="sync_report"))[0]
+        if report is not None:
+            status.update(_sync_metrics(report))
+        # Parts of timing/ppo_train and timing/broadcast: kept out of the sum that OpenRLHF makes of all timing/*.
+        self._logra_timings = {key: status.pop(key) for key in list(status) if key.startswith("timing/logra_")}
+        print(_step_line(step, status, report, time.perf_counter() - start), flush=True)
         return status, step
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
@@ -276,18 +265,30 @@ class _SyncMetrics:
         super().save_logs_and_checkpoints(global_step, logs, client_states)
 
 
-def _step_line(step: int, status: dict, seconds: float) -> str:
+def _sync_metrics(report: SyncReport) -> dict[str, float]:
+    metrics = {
+        "logra/sync_bytes": float(report.sync_bytes),
+        "logra/sync_dense_bytes": float(report.dense_bytes),
+        "logra/sync_seconds": report.seconds,
+        "timing/logra_sync": report.seconds,
+    }
+    if report.digest_ok is not None:
+        metrics["logra/digest_ok"] = float(report.digest_ok)
+    return metrics
+
+
+def _step_line(step: int, status: dict, report: SyncReport | None, seconds: float) -> str:
     parts = [f"[logra] step {step}: reward {status.get('rollout/reward_mean', float('nan')):.3f}"]
     if "logra/alpha" in status:
         parts.append(f"alpha {status['logra/alpha']:.3f}")
         parts.append(f"|step|/|W| {status['logra/update_ratio']:.1e}")
     if status.get("logra/skipped"):
         parts.append(f"skipped {status['logra/skipped']:.0f}")
-    if "logra/sync_bytes" in status:
-        full = human_bytes(status["logra/sync_dense_bytes"])
-        parts.append(f"sync {human_bytes(status['logra/sync_bytes'])} of {full}")
-    if "logra/digest_ok" in status:
-        parts.append("digest ok" if status["logra/digest_ok"] else "digest repaired")
+    if report is not None:
+        parts.append(f"version {report.version}")
+        parts.append(f"sync {human_bytes(report.sync_bytes)} of {human_bytes(report.dense_bytes)}")
+        if report.digest_ok is not None:
+            parts.append(f"digest {'ok' if report.digest_ok else 'repaired'} {report.digest:016x}")
     parts.append(f"{seconds:.1f} s")
     return ", ".join(parts)
 

@@ -113,10 +113,11 @@ class LograStrategy:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that this rank holds: sketches, moments, cached projections."""
+        """Bytes that this rank holds while an update is under way: sketches, moments, cached projections."""
         moments = [value for d in self._directions for value in d.state_dict().values()]
-        held = [self._flat, *self._projections.values(), *(m for m in moments if isinstance(m, torch.Tensor))]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        held = [self._flat, *(m for m in moments if isinstance(m, torch.Tensor))]
+        projections = projection_cache_bytes(self.targets, self.config.rank)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held) + projections
 
     def _draw(self, target: Target) -> Projection:
         index = projection_index(self.version, self.config.refresh_every)

@@ -70,6 +70,7 @@ class SyncReport:
         dense_bytes: what all parameters in bf16 would have been.
         seconds: wall time on the sender.
         digest_ok: None where digests were not compared, False where one differed (even if a dense sync repaired it).
+        digest: of all verified parameters together, where they were compared.
         mode: "none", "factor" or "dense".
     """
 
@@ -78,6 +79,7 @@ class SyncReport:
     dense_bytes: int = 0
     seconds: float = 0.0
     digest_ok: bool | None = None
+    digest: int | None = None
     mode: str = "none"
 
 
@@ -282,8 +284,9 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                 report.digest_ok = False
                 shown = found if isinstance(found, str) else f"{found:016x}"
                 return f"digest of {name}: {shown}, the trainer's is {value:016x}"
-        if expected and report.digest_ok is None:
-            report.digest_ok = True
+        if expected:
+            report.digest_ok = report.digest_ok is not False
+            report.digest = sum(value for name, value in expected.items() if name not in self._unknown) & _MASK64
         return None
 
     def _combined_digest(self, name: str, workers: list[dict]) -> int | str:

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# demo.sh: LoGRA on a machine with nothing but Python: real OpenRLHF, DeepSpeed, vLLM and Ray on the CPU.
+#
+#   bash recipes/demo.sh          (SEED=2 bash recipes/demo.sh chooses the seed; default 42)
+#
+# Makes .venv and a warm-started policy (both once), trains the policy with `--logra.enable` on Reasoning-Gym problems
+# through OpenRLHF's stock command line, and leaves figures and pictures in runs/demo. Ctrl-C stops everything.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+SEED=${SEED:-42}
+[[ $SEED =~ ^[0-9]+$ ]] || { echo "demo.sh: SEED is '$SEED'; it must be a whole number" >&2; exit 2; }
+RUN=runs/demo
+START=runs/cache/seed$SEED
+
+bash recipes/cpu/env.sh
+export PATH="$PWD/.venv/bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
+python recipes/cpu/prepare.py --out "$START" --seed "$SEED"
+
+rm -rf "$RUN"
+mkdir -p "$RUN"
+begin=$SECONDS
+# The stock command line; what is LoGRA's begins with --logra.
+python -m openrlhf.cli.train_ppo_ray \
+    --actor.model_name_or_path "$START/model" \
+    --actor.num_nodes 1 \
+    --actor.num_gpus_per_node 1 \
+    --actor.adam.lr 1e-6 \
+    --vllm.num_engines 1 \
+    --vllm.enforce_eager \
+    --ds.zero_stage 2 \
+    --data.prompt_dataset "$START/train.jsonl" \
+    --data.input_key prompt \
+    --data.label_key label \
+    --data.max_len 64 \
+    --data.max_samples 1024 \
+    --reward.remote_url recipes/cpu/reward.py \
+    --rollout.batch_size 32 \
+    --rollout.n_samples_per_prompt 8 \
+    --rollout.max_new_tokens 16 \
+    --rollout.micro_batch_size 64 \
+    --train.batch_size 64 \
+    --train.micro_batch_size 64 \
+    --train.num_episodes 1 \
+    --train.seed "$SEED" \
+    --algo.advantage.estimator group_norm \
+    --algo.kl.init_coef 0 \
+    --eval.dataset "$START/eval.jsonl" \
+    --eval.steps 32 \
+    --eval.temperature 1.0 \
+    --eval.n_samples_per_prompt 4 \
+    --ckpt.output_dir "$RUN/model" \
+    --ckpt.path "$RUN/checkpoints" \
+    --ckpt.best_metric_key none \
+    --logger.tensorboard_dir "$RUN/tensorboard" \
+    --logra.enable \
+    --logra.seed "$SEED" \
+    --logra.optimizer adam \
+    --logra.rank 32 \
+    --logra.update_ratio 1.5e-3 \
+    --logra.sync.verify_every 1 \
+    --logra.eval_at_start \
+    2>&1 | tee -i "$RUN/train.log"
+
+python recipes/cpu/summarise.py "$RUN" --seconds $((SECONDS - begin)) --seed "$SEED"
+openrlhf-logra report "$RUN"

@@ -1,0 +1,176 @@
+"""Runs OpenRLHF's real policy actor on DeepSpeed for a few steps per configuration, on one or two gloo ranks.
+
+    python actor_steps.py CONFIGS.json RESULTS_DIR        (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment)
+
+Each rank writes RESULTS_DIR/rank<R>.pt: a list with one result per configuration. Used by test_actor.py.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from openrlhf_logra.host import cpu
+
+cpu.install()
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from openrlhf.models import Actor  # noqa: E402
+
+from openrlhf_logra.config import add_flags  # noqa: E402
+from openrlhf_logra.host import actors  # noqa: E402
+from openrlhf_logra.math.digest import digest_block  # noqa: E402
+from openrlhf_logra.train.shards import as_matrix, digest, gathered  # noqa: E402
+
+
+def host_arguments(config: dict) -> SimpleNamespace:
+    """The arguments that strategy and actor read, as the stock parser nests them."""
+    import argparse
+
+    from openrlhf.utils.config import hierarchize
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parsed = parser.parse_args(["--logra.enable", *config.get("flags", [])])
+    stock = {
+        "local_rank": -1,
+        "ds.param_dtype": "bf16",
+        "ds.zero_stage": config["zero"],
+        "ds.tensor_parallel_size": 1,
+        "ds.ring_attn_size": 1,
+        "train.dynamic_batch_enable": False,
+        "train.seed": 1,
+        "train.batch_size": config["batch"],
+        "train.micro_batch_size": config["micro"],
+    }
+    for key, value in stock.items():
+        setattr(parsed, key, value)
+    return hierarchize(parsed)
+
+
+ADAM = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SCHEDULE = {"optim": "adam", "adam": ADAM, "lr_scheduler": "constant", "lr_warmup_ratio": 0.0, "max_norm": 1.0}
+
+
+def build(config: dict):
+    args = host_arguments(config)
+    strategy = actors.get_strategy(args)
+    strategy.setup_distributed()
+    actor = Actor(
+        config["model"],
+        attn_implementation="sdpa",
+        param_dtype="bf16",
+        ds_config=strategy.get_ds_train_config(),
+        temperature=1.0,
+    )
+    if config.get("checkpointing"):
+        reentrant = config["checkpointing"] == "reentrant"
+        actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    threshold = config.get("persistence_threshold")
+    if threshold is not None:
+        stock = strategy.get_ds_train_config
+
+        def with_threshold(*positional, **named):
+            made = stock(*positional, **named)
+            made["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
+            return made
+
+        strategy.get_ds_train_config = with_threshold
+    actor, optimizer, scheduler = strategy.prepare((actor, {**SCHEDULE, "scheduler_steps": 100}))
+    return strategy, actor, optimizer, scheduler
+
+
+def samples(step: int, batch: int) -> torch.Tensor:
+    return torch.randint(3, 99, (batch, 12), generator=torch.Generator().manual_seed(step))
+
+
+def train_step(strategy, actor, optimizer, scheduler, step: int, config: dict) -> None:
+    """One update on the global batch of this step; this rank's share of it, in micro-batches."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    share = samples(step, config["batch"]).chunk(world)[rank]
+    actor.train()
+    for ids in share.split(config["micro"]):
+        mask = torch.ones_like(ids)
+        log_probs = actor(ids, mask[:, 1:], attention_mask=mask)
+        strategy.backward(-log_probs.mean(), actor, optimizer)
+        strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
+
+
+def whole_weights(engine) -> dict[str, torch.Tensor]:
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with gathered(parameter) as tensor:
+            weights[name] = tensor.detach().clone()
+    return weights
+
+
+def run(config: dict, folder: Path) -> dict:
+    strategy, actor, optimizer, scheduler = build(config)
+    logra, engine = strategy.logra, actor.model
+    result: dict = {"sketches": [], "grad_norms": [], "loaded": whole_weights(engine)}
+    decide = logra._decide
+
+    def watched(alpha, max_norm):
+        if dist.get_rank() == 0:
+            result["sketches"].append(logra._flat.clone())
+        return decide(alpha, max_norm)
+
+    logra._decide = watched
+    for step in range(config.get("steps", 2)):
+        train_step(strategy, actor, optimizer, scheduler, step, config)
+        result["grad_norms"].append(strategy.get_grad_norm(actor))
+    result["versions"] = logra.version
+    result["state_bytes"], result["table_bytes"] = logra.state_bytes, strategy.coverage.state
+    result["weights"] = whole_weights(engine)
+    result["shard_digests"] = {name: digest(name, p) for name, p in engine.module.named_parameters()}
+    result["digests"] = {
+        name: digest_block(as_matrix(weight), name, as_matrix(weight).shape[1])
+        for name, weight in result["weights"].items()
+    }
+    # The new bits must also be what the engine computes with.
+    with torch.no_grad():
+        ids = samples(99, 2)
+        mask = torch.ones_like(ids)
+        result["log_probs"] = actor(ids, mask[:, 1:], attention_mask=mask)
+    if config.get("resume"):
+        result["resumed"] = resume(config, strategy, actor, optimizer, scheduler, folder)
+    if config.get("save"):
+        tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
+        strategy.save_model(actor, tokenizer, str(folder / "hf"))
+    return result
+
+
+def resume(config, strategy, actor, optimizer, scheduler, folder: Path) -> tuple[dict, dict]:
+    """Weights two updates after a checkpoint: uninterrupted, and from the checkpoint in a fresh actor."""
+    path = str(folder / "checkpoint")
+    strategy.save_ckpt(actor.model, path, "tag", client_state={"global_step": 7})
+    steps = range(config.get("steps", 2), config.get("steps", 2) + 2)
+    for step in steps:
+        train_step(strategy, actor, optimizer, scheduler, step, config)
+    uninterrupted = whole_weights(actor.model)
+    strategy, actor, optimizer, scheduler = build(config)
+    _, states = strategy.load_ckpt(actor.model, path)
+    assert states["global_step"] == 7 and "logra" not in states
+    for step in steps:
+        train_step(strategy, actor, optimizer, scheduler, step, config)
+    return uninterrupted, whole_weights(actor.model)
+
+
+def main() -> None:
+    configs, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    deepspeed.init_distributed()
+    out = []
+    for index, config in enumerate(configs):
+        folder = results / str(index)
+        folder.mkdir(parents=True, exist_ok=True)
+        out.append(run(config, folder))
+        dist.barrier()
+    torch.save(out, results / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
