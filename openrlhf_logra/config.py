@@ -137,7 +137,9 @@ def _shown(default: Any) -> str:
 
 def from_flat(parsed: argparse.Namespace) -> LograConfig:
     """The configuration of a namespace as `add_flags`'s parser returns it (attributes "logra.rank" and so on)."""
-    return LograConfig(**{item.name: getattr(parsed, f"logra.{item.metadata['flag']}") for item in fields(LograConfig)})
+    return LograConfig(
+        **{item.name: getattr(parsed, f"logra.{item.metadata['flag']}") for item in fields(LograConfig)}
+    )
 
 
 def from_hierarchy(logra: SimpleNamespace) -> LograConfig:

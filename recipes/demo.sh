@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # demo.sh: LoGRA on a machine with nothing but Python: real OpenRLHF, DeepSpeed, vLLM and Ray on the CPU.
 #
-#   bash recipes/demo.sh          (SEED=2 bash recipes/demo.sh chooses the seed; default 42)
+#   bash recipes/demo.sh [flags of the command line below, to change it]
+#
+# SEED   seed of the policy, the data and the run (default 42)
+# RUN    folder for figures, pictures and the trained model (default runs/demo; replaced)
 #
 # Makes .venv and a warm-started policy (both once), trains the policy with `--logra.enable` on Reasoning-Gym problems
-# through OpenRLHF's stock command line, and leaves figures and pictures in runs/demo. Ctrl-C stops everything.
+# through OpenRLHF's stock command line, and leaves figures and pictures in RUN. Ctrl-C stops everything.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 SEED=${SEED:-42}
 [[ $SEED =~ ^[0-9]+$ ]] || { echo "demo.sh: SEED is '$SEED'; it must be a whole number" >&2; exit 2; }
-RUN=runs/demo
+RUN=${RUN:-runs/demo}
 START=runs/cache/seed$SEED
 
 bash recipes/cpu/env.sh
@@ -33,20 +36,19 @@ python -m openrlhf.cli.train_ppo_ray \
     --data.input_key prompt \
     --data.label_key label \
     --data.max_len 64 \
-    --data.max_samples 1024 \
+    --data.max_samples 2560 \
     --reward.remote_url recipes/cpu/reward.py \
-    --rollout.batch_size 32 \
+    --rollout.batch_size 64 \
     --rollout.n_samples_per_prompt 8 \
     --rollout.max_new_tokens 16 \
-    --rollout.micro_batch_size 64 \
-    --train.batch_size 64 \
-    --train.micro_batch_size 64 \
-    --train.num_episodes 1 \
+    --rollout.micro_batch_size 128 \
+    --train.batch_size 128 \
+    --train.micro_batch_size 128 \
     --train.seed "$SEED" \
     --algo.advantage.estimator group_norm \
     --algo.kl.init_coef 0 \
     --eval.dataset "$START/eval.jsonl" \
-    --eval.steps 32 \
+    --eval.steps 20 \
     --eval.temperature 1.0 \
     --eval.n_samples_per_prompt 4 \
     --ckpt.output_dir "$RUN/model" \
@@ -57,9 +59,10 @@ python -m openrlhf.cli.train_ppo_ray \
     --logra.seed "$SEED" \
     --logra.optimizer adam \
     --logra.rank 32 \
-    --logra.update_ratio 1.5e-3 \
+    --logra.update_ratio 2e-3 \
     --logra.sync.verify_every 1 \
     --logra.eval_at_start \
+    "$@" \
     2>&1 | tee -i "$RUN/train.log"
 
 python recipes/cpu/summarise.py "$RUN" --seconds $((SECONDS - begin)) --seed "$SEED"

@@ -215,8 +215,8 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
         self._stale: str | None = None
         kwargs["weight_transfer_config"] = {"backend": "logra"}
         kwargs["worker_extension_cls"] = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
-        if not cpu.has_gpu() and kwargs.get("distributed_executor_backend") == "ray":
-            kwargs["distributed_executor_backend"] = "mp"  # vLLM's CPU platform has no Ray executor
+        if not cpu.has_gpu():
+            kwargs["distributed_executor_backend"] = cpu.EXECUTORS[kwargs["distributed_executor_backend"]]
         await super().__init__(*args, **kwargs)
 
     async def logra_initialise(self, init_info: dict) -> list[dict]:
@@ -301,7 +301,10 @@ class LograPPOTrainer(_SyncMetrics, _plain(ppo_trainer.PPOTrainer)):
 
     def fit(self, global_step: int = 0) -> None:
         if self.args.logra.eval_at_start and self.eval_dataloader and not self.args.ckpt.load_enable:
-            sampling = {"temperature": self.args.eval.temperature, "n_samples_per_prompt": self.args.eval.n_samples_per_prompt}
+            sampling = {
+                "temperature": self.args.eval.temperature,
+                "n_samples_per_prompt": self.args.eval.n_samples_per_prompt,
+            }
             self.evaluate(global_step, **{**self.generate_kwargs, **sampling})
         super().fit(global_step)
 

@@ -8,6 +8,7 @@ import importlib.machinery
 import os
 import sys
 import types
+import warnings
 from functools import wraps
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def install() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     _install_flash_attn()
     _install_cuda_names()
+    multiply_in_float32()
     after_import("deepspeed", _wait_for_every_gather)
 
 
@@ -116,6 +118,40 @@ def _install_cuda_names() -> None:
     device_mesh.init_device_mesh = on_cpu
 
 
+# ---- bf16 matrix products -------------------------------------------------------------------------------------------
+
+_library = None
+
+
+def multiply_in_float32() -> None:
+    """Compute bf16 products in float32 where the CPU has no bf16 instructions: ten times faster, and rounded once."""
+    global _library
+    import torch
+
+    if _library is not None or torch.cpu._is_avx512_bf16_supported():
+        return
+
+    aten = torch.ops.aten
+
+    def wide(out_variant, tensors, **scalars):
+        dtype = tensors[0].dtype
+        if dtype is torch.bfloat16:
+            tensors = [tensor.float() for tensor in tensors]
+        out = torch.empty(0, dtype=tensors[0].dtype)
+        return out_variant(*tensors, **scalars, out=out).to(dtype)
+
+    _library = torch.library.Library("aten", "IMPL")
+    kernels = {
+        "mm": lambda a, b: wide(aten.mm.out, [a, b]),
+        "bmm": lambda a, b: wide(aten.bmm.out, [a, b]),
+        "addmm": lambda c, a, b, beta=1, alpha=1: wide(aten.addmm.out, [c, a, b], beta=beta, alpha=alpha),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a kernel is overridden is the point
+        for name, kernel in kernels.items():
+            _library.impl(name, kernel, "CPU", allow_override=True)
+
+
 # ---- DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
@@ -139,6 +175,10 @@ def _wait_for_every_gather() -> None:
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
 
 
+# vLLM's CPU platform has no Ray executor; and it turns "uni" into a process of its own, which a class path avoids.
+EXECUTORS = {"ray": "mp", "uni": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+
+
 def keep_vllm_weights() -> None:
     """Let vLLM compute with `layer.weight` itself: its CPU dispatch keeps a packed copy and empties the parameter."""
     if has_gpu():
@@ -150,3 +190,4 @@ def keep_vllm_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = plain_linear
+    multiply_in_float32()

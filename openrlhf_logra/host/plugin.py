@@ -74,6 +74,7 @@ def _extend_ray_init(args) -> None:
             options.setdefault("num_gpus", gpus)
             # Each model actor also asks for a CPU, and the trainer for one more.
             options.setdefault("num_cpus", max(os.cpu_count() or 1, gpus + 2))
+            options.setdefault("include_dashboard", False)
         return init(*positional, runtime_env=runtime_env, **options)
 
     ray.init = init_with_logra

@@ -37,7 +37,10 @@ def _check_combinations(args: SimpleNamespace) -> None:
             args.actor.optim == "muon",
             "--actor.optim muon: LoGRA replaces the actor's optimizer on its targets; use --actor.optim adam",
         ),
-        (args.ds.param_dtype != "bf16", f"--ds.param_dtype {args.ds.param_dtype}: updates are exact in bf16 only; use bf16"),
+        (
+            args.ds.param_dtype != "bf16",
+            f"--ds.param_dtype {args.ds.param_dtype}: updates are exact in bf16 only; use bf16",
+        ),
         (
             args.ds.use_liger_kernel,
             "--ds.use_liger_kernel: its fused layers bypass the sketched linears; drop it",
@@ -58,7 +61,10 @@ def _check_combinations(args: SimpleNamespace) -> None:
             "would stay at their first value; drop it",
         ),
         (not args.vllm.num_engines, "--vllm.num_engines must be at least 1: LoGRA synchronises vLLM engines"),
-        (args.actor.adam.lr <= 0, f"--actor.adam.lr {args.actor.adam.lr}: alpha is lr / peak lr; use a positive value"),
+        (
+            args.actor.adam.lr <= 0,
+            f"--actor.adam.lr {args.actor.adam.lr}: alpha is lr / peak lr; use a positive value",
+        ),
         (
             args.ds.packing_samples and not cpu.has_gpu(),
             "--ds.packing_samples needs flash attention, which needs a GPU; drop it on this machine",
@@ -122,7 +128,10 @@ def _check_data_file(flag: str, path: Path, args: SimpleNamespace) -> None:
 
 
 def _check_reward(args: SimpleNamespace) -> None:
-    for flag, value in (("--reward.remote_url", args.reward.remote_url), ("--train.agent_func_path", args.train.agent_func_path)):
+    for flag, value in (
+        ("--reward.remote_url", args.reward.remote_url),
+        ("--train.agent_func_path", args.train.agent_func_path),
+    ):
         for item in (value or "").split(","):
             if item.endswith(".py") and not Path(item).is_file():
                 raise ConfigError(f"{flag} {item}: no such file")

@@ -61,8 +61,10 @@ def _watch_parser() -> None:
 
 def _is_stock_parser(parser: argparse.ArgumentParser) -> bool:
     main_spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return main_spec is not None and main_spec.name == STOCK_MODULE and "--actor.model_name_or_path" in (
-        parser._option_string_actions
+    return (
+        main_spec is not None
+        and main_spec.name == STOCK_MODULE
+        and "--actor.model_name_or_path" in (parser._option_string_actions)
     )
 
 

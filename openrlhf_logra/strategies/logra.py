@@ -107,9 +107,7 @@ class LograStrategy:
             sink.value = view.view(target.rows, rank)
         self._directions: list[Direction] = []
         if _rank() == 0:
-            self._directions = [
-                make_direction(self.config.direction(), t.rows, rank, device) for t in self.targets
-            ]
+            self._directions = [make_direction(self.config.direction(), t.rows, rank, device) for t in self.targets]
 
     @property
     def state_bytes(self) -> int:
@@ -275,7 +273,9 @@ class LograStrategy:
             ConfigError: the configuration differs; the message names the flags and both values.
         """
         ours, theirs = asdict(self.config), state["config"]
-        changed = [f"{key}: {theirs.get(key)} -> {ours[key]}" for key in ours if _differs(theirs.get(key), ours[key], key)]
+        changed = [
+            f"{key}: {theirs.get(key)} -> {ours[key]}" for key in ours if _differs(theirs.get(key), ours[key], key)
+        ]
         if changed:
             raise ConfigError(
                 f"the checkpoint was written with another LoGRA configuration ({'; '.join(changed)}); "

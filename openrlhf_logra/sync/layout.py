@@ -92,8 +92,12 @@ def _discover_group(
     with _scratch_parameters(model, layer) as scratch:
         try:
             load_weights(
-                (name, torch.arange(offsets[name], offsets[name] + torch.Size(shape).numel(), dtype=torch.float64)
-                 .view(shape))
+                (
+                    name,
+                    torch.arange(offsets[name], offsets[name] + torch.Size(shape).numel(), dtype=torch.float64).view(
+                        shape
+                    ),
+                )
                 for name, shape in shapes.items()
             )
         except Exception:

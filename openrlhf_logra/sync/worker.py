@@ -114,7 +114,9 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
         if self.stale:
             raise RecordError(f"only a dense sync can follow ({self.stale})")
         if header.base_version != self.version:
-            raise RecordError(f"record {header.base_version} -> {header.version} does not follow version {self.version}")
+            raise RecordError(
+                f"record {header.base_version} -> {header.version} does not follow version {self.version}"
+            )
         updates = record.factors(self._widths)
         missing = [name for name in updates if name not in self._layout]
         if missing:

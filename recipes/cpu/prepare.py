@@ -26,7 +26,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from reward import reward_func  # noqa: E402  (the file that OpenRLHF loads by its path)
+from reward import reward_func
 
 PAD, EOS = "<pad>", "<eos>"
 PROMPT_END = "\n"  # closes the question; the answer follows

@@ -6,7 +6,7 @@ what that task's verifier needs; prepare.py writes it.
 """
 
 import json
-from functools import lru_cache
+from functools import cache
 
 import reasoning_gym
 import torch
@@ -14,7 +14,7 @@ import torch
 EOS = "<eos>"
 
 
-@lru_cache(maxsize=None)
+@cache
 def verifier(task: str):
     """A data set is asked only for its `score_answer`; the problem itself comes with the label."""
     return reasoning_gym.create_dataset(task, size=1, seed=0)

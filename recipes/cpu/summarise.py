@@ -27,8 +27,12 @@ def summarise(run: Path, seconds: float, seed: int) -> dict[str, float]:
     """
     scalars = read_run(run).scalars
     try:
-        pass1 = next(points for tag, points in sorted(scalars.items()) if tag.startswith("eval/") and tag.endswith("_pass1"))
-        pass4 = next(points for tag, points in sorted(scalars.items()) if tag.startswith("eval/") and tag.endswith("_pass4"))
+        pass1 = next(
+            points for tag, points in sorted(scalars.items()) if tag.startswith("eval/") and tag.endswith("_pass1")
+        )
+        pass4 = next(
+            points for tag, points in sorted(scalars.items()) if tag.startswith("eval/") and tag.endswith("_pass4")
+        )
         return {
             "pass1_before": first_and_last(pass1)[0],
             "pass1_after": first_and_last(pass1)[1],

@@ -14,9 +14,7 @@ def make_model(path: Path, seed: int = 0, **overrides) -> Path:
     vocabulary.update({chr(code): code - 29 for code in range(32, 127)})
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     fast.save_pretrained(path)
     torch.manual_seed(seed)
     settings = {

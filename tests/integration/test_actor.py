@@ -19,7 +19,12 @@ COVERING = {
     "zero1": {"zero": 1, "resume": True, "save": True, "flags": [*FLAGS, "--logra.optimizer", "adam"]},
     "zero2": {"zero": 2, "resume": True, "save": True, "checkpointing": "reentrant"},
     "zero3": {"zero": 3, "resume": True, "save": True},
-    "zero3-nothing-persistent": {"zero": 3, "persistence_threshold": 0, "checkpointing": "non-reentrant", "save": True},
+    "zero3-nothing-persistent": {
+        "zero": 3,
+        "persistence_threshold": 0,
+        "checkpointing": "non-reentrant",
+        "save": True,
+    },
     "zero2-gaussian": {"zero": 2, "flags": [*FLAGS, "--logra.distribution", "gaussian"], "resume": True, "save": True},
     "zero3-gaussian": {"zero": 3, "flags": [*FLAGS, "--logra.distribution", "gaussian"], "resume": True, "save": True},
     "zero3-sgd-fixed": {"zero": 3, "flags": [*FLAGS, "--logra.optimizer", "sgd", "--logra.refresh_every", "0"]},
@@ -102,7 +107,7 @@ def test_sketches_of_one_and_two_ranks_agree(results, name):
 @pytest.mark.parametrize("other", ["zero1", "zero2", "zero2-micro-batches-of-2"])
 def test_sketches_of_stages_and_accumulation_agree(results, world, other):
     """bf16 activations in other micro-batches round differently, no more than that. (Adam shares the first sketch.)"""
-    (ranks, _) = results[world]
+    ranks, _ = results[world]
     reference, sketch = ranks[0]["zero0"]["sketches"][0], ranks[0][other]["sketches"][0]
     assert (sketch - reference).norm() < 2e-2 * reference.norm()
 

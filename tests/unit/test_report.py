@@ -16,11 +16,18 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("tensorboard")
 
-from openrlhf_logra.cli import report  # noqa: E402
-from openrlhf_logra.report import ReportError  # noqa: E402
-from openrlhf_logra.report.panels import DPI, HEADER_INCHES, PANEL_INCHES, PANELS, points_of, running_mean  # noqa: E402
-from openrlhf_logra.report.reader import merge_scalars, read_run  # noqa: E402
-from openrlhf_logra.report.summary import bytes_text, seconds_text, summary_rows, summary_table  # noqa: E402
+from openrlhf_logra.cli import report
+from openrlhf_logra.report import ReportError
+from openrlhf_logra.report.panels import (
+    DPI,
+    HEADER_INCHES,
+    PANEL_INCHES,
+    PANELS,
+    points_of,
+    running_mean,
+)
+from openrlhf_logra.report.reader import merge_scalars, read_run
+from openrlhf_logra.report.summary import bytes_text, seconds_text, summary_rows, summary_table
 
 SUMMARY = {
     "pass1_before": 0.331,
@@ -68,7 +75,7 @@ def synthetic(steps: int, seed: int = 0) -> dict[str, dict[int, float]]:
         "train/logra/alpha": cosine,
         "train/logra/update_ratio": {s: 6e-5 * alpha for s, alpha in cosine.items()},
         "train/logra/sync_bytes": {s: 60000 + noise.randint(-500, 500) for s in each},
-        "train/logra/sync_dense_bytes": {s: 1.6e6 for s in each},
+        "train/logra/sync_dense_bytes": dict.fromkeys(each, 1600000.0),
         "train/logra/digest_ok": {s: 1 for s in each if s % 10 == 0},
         "eval/eval_default_pass1": {s: 0.34 + 0.15 * s / steps for s in range(0, steps + 1, steps // 3)},
         "eval/eval_default_pass4": {s: 0.6 + 0.1 * s / steps for s in range(0, steps + 1, steps // 3)},
@@ -218,8 +225,8 @@ def test_what_openrlhf_writes_without_summary(tmp_path: Path):
 def test_later_event_file_wins(tmp_path: Path):
     tag = "train/rollout/reward_mean"
     # The names sort the other way round: what counts is the time of the first event.
-    write_events(tmp_path / "tensorboard/b/events.out.tfevents.1", {tag: {s: 0.1 for s in range(1, 51)}}, started=100)
-    write_events(tmp_path / "tensorboard/a/events.out.tfevents.2", {tag: {s: 0.9 for s in range(41, 46)}}, started=900)
+    write_events(tmp_path / "tensorboard/b/events.out.tfevents.1", {tag: dict.fromkeys(range(1, 51), 0.1)}, started=100)
+    write_events(tmp_path / "tensorboard/a/events.out.tfevents.2", {tag: dict.fromkeys(range(41, 46), 0.9)}, started=900)
     points = read_run(tmp_path).scalars[tag]
     assert list(points) == list(range(1, 46))
     assert points[40] == pytest.approx(0.1) and points[41] == pytest.approx(0.9)
@@ -260,7 +267,7 @@ def test_panels_without_data_are_left_out(tmp_path: Path):
 )
 def test_odd_values_are_drawn(tmp_path: Path, points: dict[int, float]):
     tags = ("train/rollout/reward_mean", "train/logra/alpha", "train/logra/sync_bytes")  # each kind of axis
-    write_events(tmp_path / "events.out.tfevents.1", {tag: points for tag in tags})
+    write_events(tmp_path / "events.out.tfevents.1", dict.fromkeys(tags, points))
     assert call(tmp_path) == 0
 
 

@@ -16,7 +16,9 @@ NAMES = ("gate_proj", "up_proj", "down_proj")
 
 def build(dtype=torch.float32, **options):
     torch.manual_seed(0)
-    toy_options = {key: options.pop(key) for key in list(options) if key in ("checkpointing", "shared", "width", "inner")}
+    toy_options = {
+        key: options.pop(key) for key in list(options) if key in ("checkpointing", "shared", "width", "inner")
+    }
     model = Toy(**toy_options).to(dtype)
     oracle = copy.deepcopy(model)
     config = {"rank": 8, "target_modules": NAMES, "optimizer": "sgd", **options}
@@ -47,7 +49,9 @@ def test_float32_equals_the_oracle(checkpointing, shared, distribution):
         loss_of(oracle, batch(seed=seed)).backward()
     for name, expected in expected_sketches(oracle, strategy).items():
         assert expected.norm() > 0
-        torch.testing.assert_close(sketches(strategy)[name], expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            sketches(strategy)[name], expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max())
+        )
 
 
 def test_bf16_over_64_microbatches_is_accumulated_in_float32():

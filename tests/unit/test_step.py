@@ -8,7 +8,7 @@ import torch
 from test_sketch import build, sketches
 from toy import batch, loss_of
 
-from openrlhf_logra.config import ConfigError, LograConfig
+from openrlhf_logra.config import ConfigError
 from openrlhf_logra.math.direction import DirectionConfig, make_direction, squared_norm_of_product
 from openrlhf_logra.math.exact import apply_block
 from openrlhf_logra.strategies.logra import LograStrategy
@@ -87,7 +87,10 @@ def test_a_non_finite_sketch_skips_the_update(poison):
     assert outcome.skipped and outcome.updates == () and outcome.version == 1 and outcome.alpha == 0
     assert all(torch.equal(before[name], weight) for name, weight in weights(strategy).items())
     for name, direction in strategy.state_dict()["directions"].items():
-        assert all(torch.equal(torch.as_tensor(direction[k]), torch.as_tensor(v)) for k, v in state["directions"][name].items())
+        assert all(
+            torch.equal(torch.as_tensor(direction[k]), torch.as_tensor(v))
+            for k, v in state["directions"][name].items()
+        )
     loss_of(model, batch(seed=2)).backward()
     assert not strategy.step(1.0, 1.0).skipped, "training goes on"
 
@@ -101,7 +104,9 @@ def test_alpha_zero_changes_no_bit():
     assert outcome.version == 1 and all(torch.equal(before[n], w) for n, w in weights(strategy).items())
 
 
-@pytest.mark.parametrize("optimizer, refresh_every, expected", [("adam", None, 20), ("sgd", None, 1), ("row_adam", 3, 3), ("sgd", 0, 0)])
+@pytest.mark.parametrize(
+    "optimizer, refresh_every, expected", [("adam", None, 20), ("sgd", None, 1), ("row_adam", 3, 3), ("sgd", 0, 0)]
+)
 def test_refresh(optimizer, refresh_every, expected):
     model, _, strategy = build(optimizer=optimizer, refresh_every=refresh_every)
     assert strategy.config.refresh_every == expected

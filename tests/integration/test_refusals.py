@@ -1,0 +1,192 @@
+"""Bad input: one clear line and exit code 2 before Ray starts; what is refused and what is not (spec section 9)."""
+
+import argparse
+import runpy
+import subprocess
+import sys
+
+import pytest
+from training import LOGRA_FLAGS, stock_flags
+
+from openrlhf_logra.config import ConfigError, add_flags, from_flat
+from openrlhf_logra.host import cpu
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """The stock module's own parser with our group, without running what follows."""
+    cpu.install()
+    captured = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(self, *_):
+        captured.append(self)
+        raise Stop
+
+    stock = argparse.ArgumentParser.parse_args
+    argparse.ArgumentParser.parse_args = stop
+    try:
+        with pytest.raises(Stop):
+            runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=False)
+    finally:
+        argparse.ArgumentParser.parse_args = stock
+    add_flags(captured[0])
+    return captured[0]
+
+
+def check(parser, flags):
+    from openrlhf.utils.config import hierarchize
+
+    from openrlhf_logra.host import refusals
+
+    flat = parser.parse_args(flags)
+    config = from_flat(flat)
+    config.validate()
+    refusals.check(hierarchize(flat), config)
+
+
+def test_the_tiny_run_is_accepted(parser, tiny_model, tmp_path):
+    check(parser, [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS])
+
+
+# flags after the accepted ones -> what the line must say
+REFUSED = {
+    "unknown target": (["--logra.target_modules", "q_projj"], r"q_projj matches no module.*q_proj, k_proj"),
+    "target not linear": (["--logra.target_modules", "embed_tokens"], r"embed_tokens.*Embedding.*not nn\.Linear"),
+    "tied head": (["--logra.target_modules", "lm_head"], r"lm_head.*shares its weight with model\.embed_tokens"),
+    "rank 0": (["--logra.rank", "0"], r"--logra\.rank is 0"),
+    "rank -1": (["--logra.rank", "-1"], r"--logra\.rank is -1"),
+    "rank too large": (["--logra.rank", "65"], r"above in_features 64.*largest rank that fits every target is 64"),
+    "no model": (["--actor.model_name_or_path", "/nowhere/at/all"], r"/nowhere/at/all: no such directory"),
+    "model without config": (["--actor.model_name_or_path", "."], r"no config\.json"),
+    "lora": (["--ds.lora.rank", "8"], r"--ds\.lora\.rank 8.*drop --logra\.enable"),
+    "4 bit": (["--ds.load_in_4bit"], r"--ds\.load_in_4bit"),
+    "muon": (["--actor.optim", "muon"], r"--actor\.optim muon.*adam"),
+    "fp16": (["--ds.param_dtype", "fp16"], r"--ds\.param_dtype fp16.*bf16"),
+    "liger": (["--ds.use_liger_kernel"], r"--ds\.use_liger_kernel"),
+    "deepcompile": (["--ds.deepcompile"], r"--ds\.deepcompile"),
+    "autotp": (["--ds.tensor_parallel_size", "2"], r"--ds\.tensor_parallel_size 2.*use 1"),
+    "hpz": (["--ds.zpg", "2"], r"--ds\.zpg 2"),
+    "ema": (["--train.enable_ema"], r"--train\.enable_ema"),
+    "no engines": (["--vllm.num_engines", "0"], r"--vllm\.num_engines"),
+    "no learning rate": (["--actor.adam.lr", "0"], r"--actor\.adam\.lr 0"),
+    "packing on a CPU": (["--ds.packing_samples"], r"--ds\.packing_samples.*GPU"),
+    "no data": (["--data.prompt_dataset", "nothing.jsonl"], r"--data\.prompt_dataset nothing\.jsonl: no such file"),
+    "no evaluation data": (["--eval.dataset", "nothing.jsonl"], r"--eval\.dataset nothing\.jsonl: no such file"),
+    "no such column": (["--data.input_key", "question"], r"no column 'question'.*prompt, label"),
+    "no reward file": (["--reward.remote_url", "nothing.py"], r"--reward\.remote_url nothing\.py: no such file"),
+    "gaussian factors": (
+        ["--logra.distribution", "gaussian", "--logra.sync.mode", "factor"],
+        r"factor needs --logra\.distribution rademacher",
+    ),
+    "update ratio 0": (["--logra.update_ratio", "0"], r"--logra\.update_ratio is 0"),
+    "update ratio nan": (["--logra.update_ratio", "nan"], r"--logra\.update_ratio is nan"),
+    "beta 1": (["--logra.beta2", "1"], r"--logra\.beta2 is 1"),
+    "eps 0": (["--logra.eps", "0"], r"--logra\.eps is 0"),
+    "refresh -1": (["--logra.refresh_every", "-1"], r"--logra\.refresh_every is -1"),
+    "verify 0": (["--logra.sync.verify_every", "0"], r"--logra\.sync\.verify_every is 0"),
+}
+
+
+@pytest.mark.parametrize("flags, message", REFUSED.values(), ids=list(REFUSED))
+def test_refused_with_one_line(parser, flags, message, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(parser, [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS, *flags])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{not json\n", '{"prompt": "a", "label"', ""])
+def test_a_dataset_that_cannot_be_read(parser, content, tiny_model, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"--data\.prompt_dataset .*bad\.jsonl: (cannot be read|has no rows)"
+    ) as caught:
+        check(parser, [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS, "--data.prompt_dataset", str(path)])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_filtered_vllm_plugin(parser, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "something_else")
+    with pytest.raises(ConfigError, match="VLLM_PLUGINS=something_else"):
+        check(parser, [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS])
+    monkeypatch.setenv("VLLM_PLUGINS", "something_else,openrlhf_logra")
+    check(parser, [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS])
+
+
+@pytest.mark.parametrize(
+    "choice", [["--logra.method", "sgd"], ["--logra.optimizer", "lion"], ["--logra.rank", "many"]]
+)
+def test_values_that_do_not_parse(parser, choice, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(choice)
+    assert caught.value.code == 2
+
+
+def test_no_flag_of_ours_makes_a_stock_abbreviation_ambiguous(parser):
+    ours = [option for option in parser._option_string_actions if option.startswith("--logra.")]
+    stock = [option for option in parser._option_string_actions if not option.startswith("--logra.")]
+    assert len(ours) > 15
+    prefixes = {option[:i] for option in stock if option.startswith("--") for i in range(3, len(option) + 1)}
+    clash = [p for p in prefixes if p not in ("--l",) and any(option.startswith(p) for option in ours)]
+    assert clash == [] or set(clash) <= {"--lo"}, clash
+
+
+def stock_command(flags, tmp_path, **environment):
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *flags],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def refusal_lines(done) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("openrlhf_logra: error: ")]
+
+
+def test_exit_code_and_nothing_started(tiny_model, tmp_path):
+    done = stock_command([*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS, "--logra.rank", "1000"], tmp_path)
+    assert done.returncode == 2 and len(refusal_lines(done)) == 1, done.stderr[-2000:]
+    assert "Started a local Ray instance" not in done.stderr + done.stdout and "Traceback" not in done.stderr
+    assert not (tmp_path / "model").exists() and not (tmp_path / "checkpoints").exists()
+
+
+def test_flags_without_enable(tiny_model, tmp_path):
+    done = stock_command([*stock_flags(tiny_model, tmp_path), "--logra.rank", "8"], tmp_path)
+    assert done.returncode == 2 and "without --logra.enable" in refusal_lines(done)[0]
+
+
+def test_a_wrong_host_version_stops_before_the_host_is_imported(tiny_model, tmp_path):
+    info = tmp_path / "fake" / "openrlhf-0.9.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: openrlhf\nVersion: 0.9.0\n")
+    done = stock_command([*LOGRA_FLAGS], tmp_path, PYTHONPATH=str(tmp_path / "fake"))
+    assert done.returncode == 2 and "openrlhf 0.9.0" in refusal_lines(done)[0], done.stderr[-2000:]
+
+
+def test_a_missing_host_package(tmp_path):
+    """Without site-packages there is no openrlhf; the start-up line is called by hand as site would."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop()); from openrlhf_logra.host import startup; startup.activate()\n"
+        "import openrlhf"
+    )
+    from pathlib import Path
+
+    import openrlhf_logra
+
+    root = str(Path(openrlhf_logra.__file__).parents[1])
+    done = subprocess.run([sys.executable, "-S", "-c", code, root], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "openrlhf is not installed" in refusal_lines(done)[0], done.stderr
+
+
+def test_help_shows_the_group(tmp_path):
+    done = stock_command(["--logra.enable", "--help"], tmp_path)
+    assert done.returncode == 0 and "LoGRA" in done.stdout and "--logra.refresh_every" in done.stdout

@@ -1,0 +1,157 @@
+"""Runs the stock command line of OpenRLHF on the CPU and reads what it said."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from openrlhf_logra.math.digest import digest_block
+from openrlhf_logra.train.shards import as_matrix
+
+HERE = Path(__file__).parent
+MARK = "LOGRA_TEST_RUN"
+
+
+def write_prompts(path: Path, count: int = 64) -> Path:
+    path.write_text("".join(json.dumps({"prompt": f"say {i:03d} ", "label": "-"}) + "\n" for i in range(count)))
+    return path
+
+
+def stock_flags(model: Path, folder: Path, *, zero=2, ranks=1, engines=1, steps=3, **changes) -> list[str]:
+    """Flags of a tiny run: `steps` rollouts of 8 prompts x 4 samples, two updates each."""
+    prompts = write_prompts(folder / "prompts.jsonl", 8 * steps)
+    flags = {
+        "--actor.model_name_or_path": model,
+        "--actor.num_gpus_per_node": ranks,
+        "--actor.adam.lr": 1e-6,
+        "--vllm.num_engines": engines,
+        "--vllm.enforce_eager": None,
+        "--ds.zero_stage": zero,
+        "--data.prompt_dataset": prompts,
+        "--data.input_key": "prompt",
+        "--data.label_key": "label",
+        "--data.max_len": 32,
+        "--reward.remote_url": HERE / "reward.py",
+        "--rollout.batch_size": 8,
+        "--rollout.n_samples_per_prompt": 4,
+        "--rollout.max_new_tokens": 8,
+        "--rollout.micro_batch_size": 8,
+        "--train.batch_size": 16,
+        "--train.micro_batch_size": 8,
+        "--algo.advantage.estimator": "group_norm",
+        "--algo.kl.init_coef": 0,
+        "--ckpt.output_dir": folder / "model",
+        "--ckpt.path": folder / "checkpoints",
+        **changes,
+    }
+    return [str(item) for flag, value in flags.items() for item in ([flag] if value is None else [flag, value])]
+
+
+LOGRA_FLAGS = ["--logra.enable", "--logra.rank", "8", "--logra.update_ratio", "5e-3", "--logra.sync.verify_every", "1"]
+
+
+@dataclass
+class Step:
+    number: int
+    version: int
+    sync_bytes: str
+    digest: str | None
+    line: str
+
+
+@dataclass
+class Finished:
+    code: int
+    output: str
+    seconds: float
+    steps: list[Step] = field(default_factory=list)
+
+    def roles(self) -> list[str]:
+        """Which processes reported the plugin, one entry per process."""
+        found = re.findall(r"active in (?:the |a )(.+?) \(pid (\d+)\)", self.output)
+        return sorted({(role, pid) for role, pid in found})
+
+
+_STEP = re.compile(
+    r"\[logra\] step (\d+):.* version (\d+), sync ([\d.]+ \w+) of .*?(?:digest ok ([0-9a-f]{16}))?, [\d.]+ s"
+)
+
+
+def start(flags: list[str], folder: Path, module: list[str] | None = None) -> tuple[subprocess.Popen, Path, str]:
+    """Start a run in its own session; returns process, log file and the mark that all its processes carry."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200"}
+    environment.pop("RAY_ADDRESS", None)
+    log = folder / "train.log"
+    command = [sys.executable, *(module or ["-m", "openrlhf.cli.train_ppo_ray"]), *flags]
+    with log.open("w") as sink:
+        process = subprocess.Popen(
+            command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
+        )
+    return process, log, mark
+
+
+def run(flags: list[str], folder: Path, timeout: float = 500, module: list[str] | None = None) -> Finished:
+    begin = time.monotonic()
+    process, log, mark = start(flags, folder, module)
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+    finally:
+        leave_nothing(mark)
+    output = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
+    steps = [
+        Step(int(m[1]), int(m[2]), m[3], m[4], m[0]) for m in map(_STEP.search, output.splitlines()) if m is not None
+    ]
+    return Finished(process.returncode, output, time.monotonic() - begin, steps)
+
+
+def processes_of(mark: str) -> list[int]:
+    """Processes started by a run that are still there, by the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_until_gone(mark: str, seconds: float) -> list[int]:
+    """Processes of the run that are left after at most `seconds`."""
+    end = time.monotonic() + seconds
+    while (left := processes_of(mark)) and time.monotonic() < end:
+        time.sleep(0.5)
+    return left
+
+
+def leave_nothing(mark: str) -> None:
+    for pid in wait_until_gone(mark, 20):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def digest_of_checkpoint(folder: Path) -> str:
+    """Digest of all parameters of a saved model, as a step line shows it; a tied head is counted once."""
+    tensors = load_file(folder / "model.safetensors")
+    tied = json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    total = sum(
+        digest_block(as_matrix(tensor), name, as_matrix(tensor).shape[1])
+        for name, tensor in tensors.items()
+        if not (tied and name == "lm_head.weight")
+    )
+    return f"{total & (1 << 64) - 1:016x}"

@@ -1,0 +1,59 @@
+"""Rules of the house that a machine can check."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import openrlhf_logra
+
+PACKAGE = Path(openrlhf_logra.__file__).parent
+HOST = {"openrlhf", "deepspeed", "vllm", "ray", "transformers"}
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level names of what a file imports, anywhere in it; relative imports as ".<module>"."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(("." * node.level) + (node.module or "").split(".")[0])
+    return found
+
+
+def test_the_mathematics_knows_no_host():
+    for path in (PACKAGE / "math").glob("*.py"):
+        assert not imports(path) & HOST, path
+        assert not any(name.startswith("..") for name in imports(path)), f"{path} imports what is above it"
+
+
+def test_only_the_host_folder_names_openrlhf_and_ray():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name not in ("host",):
+            assert not imports(path) & {"openrlhf", "ray"}, path
+
+
+def test_the_host_folder_is_imported_by_nobody_but_the_command_line():
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name in ("math", "strategies", "train", "sync", "report"):
+            assert not any(name in ("..host", ".host", "openrlhf_logra.host") for name in imports(path)), path
+
+
+def test_the_mathematics_imports_without_the_host():
+    code = (
+        "import sys\n"
+        f"for name in {sorted(HOST)!r}: sys.modules[name] = None\n"
+        "import openrlhf_logra.math.exact, openrlhf_logra.math.digest, openrlhf_logra.math.direction\n"
+        "import openrlhf_logra.math.sketch, openrlhf_logra.strategies.logra\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_scripts_parse():
+    root = PACKAGE.parent
+    scripts = [*root.rglob("*.sh"), root / ".ci" / "run"]
+    scripts = [path for path in scripts if ".venv" not in path.parts]
+    assert len(scripts) >= 3
+    for path in scripts:
+        assert subprocess.run(["bash", "-n", str(path)]).returncode == 0, path
