@@ -108,7 +108,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         return path, states
 
 
-# ---- trainer actor ----------------------------------------------------------------------------------------------------
+# ---- trainer actor --------------------------------------------------------------------------------------------------
 
 
 class RayEngines:
@@ -203,7 +203,7 @@ class LograPolicyModelActor(_plain(ppo_actor.PolicyModelActor)):
         return self.trainer.sync_report
 
 
-# ---- rollout actor ----------------------------------------------------------------------------------------------------
+# ---- rollout actor --------------------------------------------------------------------------------------------------
 
 
 class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
@@ -240,10 +240,10 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
         return await super().generate(*args, **kwargs)
 
 
-# ---- single controller ------------------------------------------------------------------------------------------------
+# ---- single controller ----------------------------------------------------------------------------------------------
 #
-# Ray pickles inherited methods of an actor class by value, and with them the class that their `super()` names, so that it
-# is not the class of the instance any more. Stock methods that call `super()` are therefore named here again.
+# Ray pickles inherited methods of an actor class by value, and with them the class that their `super()` names, so that
+# it is not the class of the instance any more. Stock methods that call `super()` are therefore named here again.
 
 
 class _SyncMetrics:

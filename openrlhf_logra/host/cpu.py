@@ -1,7 +1,7 @@
 """CPU stand-ins: everything that lets the real stack run on a machine without a GPU, and nothing else.
 
-OpenRLHF says `cuda` in a dozen places and imports flash_attn at module top; vLLM packs its linear weights for oneDNN, so
-that they could not be patched in place. Where there is a GPU none of this is active.
+OpenRLHF says `cuda` in a dozen places and imports flash_attn at module top; vLLM packs its linear weights for oneDNN,
+so that they could not be patched in place. Where there is a GPU none of this is active.
 """
 
 import importlib.machinery
@@ -20,7 +20,8 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 def has_gpu() -> bool:
     """Whether this machine has a GPU, visible to this process or not.
 
-    By device file: Ray hides GPUs from actors that asked for none, and asking CUDA would fix its view of them too early.
+    By device file: Ray hides GPUs from actors that asked for none, and asking CUDA too early fixes its view of
+    them.
     """
     return any(Path(path).exists() for path in _DEVICE_FILES)
 
@@ -95,7 +96,7 @@ def _install_flash_attn() -> None:
 
 
 class _CpuDevice(str):
-    """Stands where OpenRLHF expects the number of the current GPU: a device name for `.to()`, a number in "cuda:{}"."""
+    """Stands where OpenRLHF expects the number of the current GPU: a device name for `.to()`, a number in text."""
 
     def __format__(self, spec: str) -> str:
         return "0"
@@ -156,8 +157,8 @@ def multiply_in_float32() -> None:
 
 
 def _wait_for_every_gather() -> None:
-    """ZeRO-3's blocking gather waits for its last handle only: enough on a CUDA stream, not for gloo's threads, where it
-    leaves a random parameter half-gathered."""
+    """ZeRO-3's blocking gather waits for its last handle only: enough on a CUDA stream, not for gloo's threads, where
+    it leaves a random parameter half-gathered."""
     import deepspeed.comm as comm
 
     gather = comm.all_gather_into_tensor

@@ -9,7 +9,8 @@ from ..config import ConfigError
 
 
 def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Module:
-    """The model of a directory or hub name on the meta device: modules, names and shapes, no weights. `flag` is named in errors.
+    """The model of a directory or hub name on the meta device: modules, names and shapes, no weights. `flag` is named
+    in errors.
 
     Raises:
         ConfigError: there is no such model, or its configuration cannot be read.

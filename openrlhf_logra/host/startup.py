@@ -1,8 +1,8 @@
 """Activation: from `--logra.` on the command line to a host that trains with LoGRA (spec section 9).
 
-The `.pth` line imports this module at interpreter start, only when an argument starts with `--logra.`. It watches for the
-import of `openrlhf`; then, in order: the version gate, the CPU stand-ins, and the one parser of the stock module, whose
-`parse_args` adds our flags, checks everything that can be checked before Ray starts, and installs the plugin.
+The `.pth` line imports this module at interpreter start, only when an argument starts with `--logra.`. It watches for
+the import of `openrlhf`; then, in order: the version gate, the CPU stand-ins, and the one parser of the stock module,
+whose `parse_args` adds our flags, checks everything that can be checked before Ray starts, and installs the plugin.
 """
 
 import argparse
@@ -15,7 +15,7 @@ _activated = False
 
 
 def on_interpreter_start() -> None:
-    """Called by the `.pth` line. Activates for `python -m openrlhf.cli.train_ppo_ray ... --logra.*` and nothing else."""
+    """Called by the `.pth` line. Activates for `python -m openrlhf.cli.train_ppo_ray ... --logra.*` only."""
     arguments = sys.orig_argv
     module = next((arguments[i + 1] for i, a in enumerate(arguments[:-1]) if a == "-m"), None)
     if module == STOCK_MODULE:

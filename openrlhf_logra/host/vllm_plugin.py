@@ -6,7 +6,7 @@ ENABLED = "OPENRLHF_LOGRA"
 
 
 def register() -> None:
-    """Register the weight-transfer backend where LoGRA is enabled; change nothing elsewhere. Safe to call repeatedly."""
+    """Register the weight-transfer backend where LoGRA is enabled; change nothing elsewhere. Idempotent."""
     if os.environ.get(ENABLED) != "1":
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -1,7 +1,7 @@
 """Counter-based random bits: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-A draw is a pure function of (key, counter). No generator state is read or moved, and any element can be computed alone,
-on any device, in any order, with the same bits.
+A draw is a pure function of (key, counter). No generator state is read or moved, and any element can be computed
+alone, on any device, in any order, with the same bits.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """The random projection A = R / sqrt(r), r x k, as a function of its key (spec section 2; paper section on sketches).
 
 Rademacher: element (i, j) is bit j % 128 of the Philox output at counter (j // 128, i): 0 -> +1, 1 -> -1.
-Gaussian: element (i, j) is the standard normal quantile of 16 bits, lane j % 8 of the output at counter (j // 8, i). The
-quantile comes from a table of the 2**16 midpoints (scaled to unit variance), so that no device's log or cosine decides a
-bit.
+Gaussian: element (i, j) is the standard normal quantile of 16 bits, lane j % 8 of the output at counter (j // 8, i).
+The quantile comes from a table of the 2**16 midpoints (scaled to unit variance), so that no device's log or cosine
+decides a bit.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The sketch S = G A^T accumulated inside backward (spec section 3); the full gradient G = g^T x never exists.
 
-`sketch_linear` replaces a target's linear map. Forward computes x W^T + b and keeps only P = x A^T; backward returns g W
-and adds g^T P to S.
+`sketch_linear` replaces a target's linear map. Forward computes x W^T + b and keeps only P = x A^T; backward returns g
+W and adds g^T P to S.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class SketchSink:
         self.contributions = 0
 
     def add(self, grad_output: torch.Tensor, projected: torch.Tensor) -> None:
-        """S += g^T P with float32 products and sums. grad_output [N, d] of any float dtype, projected [N, r] float32."""
+        """S += g^T P with float32 products and sums. grad_output [N, d], any float dtype; projected [N, r] float32."""
         self.value.addmm_(grad_output.float().t(), projected)
         self.contributions += 1
 

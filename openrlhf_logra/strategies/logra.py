@@ -54,8 +54,8 @@ class StepOutcome:
 
 
 class LograStrategy:
-    """The life of LoGRA in one trainer process: `attach` before DeepSpeed wraps the model, `bind` after, then `step` at
-    every accumulation boundary, on every rank."""
+    """The life of LoGRA in one trainer process: `attach` before DeepSpeed wraps the model, `bind` after, then `step`
+    at every accumulation boundary, on every rank."""
 
     def __init__(self, config: LograConfig, model: nn.Module):
         self.config = config
@@ -169,8 +169,8 @@ class LograStrategy:
         silent = [t.name for t, sink in zip(self.targets, self._sinks) if sink.contributions == 0]
         if silent:
             raise RuntimeError(
-                f"LoGRA: no gradient reached {silent[0]} ({len(silent)} of {len(self.targets)} targets in all) since the "
-                "last update; is the module unused, or its input detached from the loss?"
+                f"LoGRA: no gradient reached {silent[0]} ({len(silent)} of {len(self.targets)} targets) since the last "
+                "update; is the module unused, or its input detached from the loss?"
             )
 
     def _reduce(self) -> None:

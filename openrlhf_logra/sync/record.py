@@ -1,7 +1,7 @@
 """Records: what crosses the wire and what a log keeps. One safetensors blob each, no pickle (spec section 7).
 
-A factor record holds one update as `<name>.q` (int16 [d, r]) and `<name>.s` (float32 [d]) per target. A dense record holds
-whole bf16 parameters under their own names. The header is the blob's string-to-string metadata.
+A factor record holds one update as `<name>.q` (int16 [d, r]) and `<name>.s` (float32 [d]) per target. A dense record
+holds whole bf16 parameters under their own names. The header is the blob's string-to-string metadata.
 """
 
 import json

@@ -49,8 +49,8 @@ class LograTrainerInitInfo(TrainerInitInfo):
         mode: "auto", "factor" or "dense".
         refresh_every: K of the projections.
         verify_every: compare digests every so many syncs.
-        loaded_version: version of the weights that the engines loaded by themselves: 0 at the start of a run, None after
-            a resume, when they hold the base model and the trainer does not.
+        loaded_version: version of the weights that the engines loaded by themselves: 0 at the start of a run, None
+            after a resume, when they hold the base model and the trainer does not.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -173,7 +173,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         return _Plan("dense", True, stale, list(self._shapes))
 
     def _initialise(self) -> None:
-        """First contact: layouts of all workers; a matrix that some engine cannot patch is sent dense in every sync."""
+        """First contact: layouts of all workers; what some engine cannot patch is sent dense in every sync."""
         shapes = {name: list(shape) for name, shape in self._shapes.items()}
         answers = self.client.initialise({"shapes": shapes, "version": self._info.loaded_version or 0})
         unknown: dict[str, None] = {}
@@ -188,8 +188,8 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         self._unknown = list(unknown)
         if self._unknown:
             print(
-                f"[logra] the place of {len(self._unknown)} parameters in the rollout engine could not be learnt; they "
-                f"are sent whole in every sync and not verified: {', '.join(self._unknown)}",
+                f"[logra] the place of {len(self._unknown)} parameters in the rollout engine could not be learnt; "
+                f"they are sent whole in every sync and not verified: {', '.join(self._unknown)}",
                 flush=True,
             )
         self._engine_versions = [self._info.loaded_version] * len(answers)
@@ -275,7 +275,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         return None
 
     def _mismatch(self, workers: list[dict], expected: dict[str, int], report: SyncReport) -> str | None:
-        """The first parameter whose digest differs from the trainer's, or None. `expected` is empty when not verified."""
+        """The first parameter whose digest is not the trainer's, or None; `expected` is empty when not verified."""
         for name, value in expected.items():
             if name in self._unknown:
                 continue

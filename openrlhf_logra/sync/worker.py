@@ -1,7 +1,7 @@
 """The rollout engine's end: applies records to a vLLM worker's weights in place.
 
-vLLM creates one `LograWeightTransferEngine` per worker (backend "logra"). `init_transfer_engine` and `receive_weights` are
-called by vLLM on every worker of an engine, in the worker's process; both block until the weights are in place.
+vLLM creates one `LograWeightTransferEngine` per worker (backend "logra"). `init_transfer_engine` and `receive_weights`
+are called by vLLM on every worker of an engine, in the worker's process; both block until the weights are in place.
 """
 
 from dataclasses import dataclass, field

@@ -100,8 +100,8 @@ def measure(model: nn.Module, targets: list[Target], config: LograConfig) -> Cov
 
 
 def projection_cache_bytes(targets: list[Target], rank: int) -> int:
-    """Bytes of all projections in float32 where they are kept between forwards; 0 where that exceeds the limit and each
-    is drawn again when it is needed."""
+    """Bytes of all projections in float32 where they are kept between forwards; 0 where that exceeds the limit and
+    each is drawn again when it is needed."""
     needed = 4 * rank * sum(target.width for target in targets)
     return needed if needed <= PROJECTION_CACHE_BYTES else 0
 
@@ -128,8 +128,8 @@ def render(coverage: Coverage) -> str:
         f"sketched {coverage.sketched:,} + frozen {coverage.frozen:,} = all {coverage.parameters:,} parameters"
     )
     lines.append(
-        f"trainer state {human_bytes(coverage.state)} (dense Adam on the same targets {human_bytes(coverage.dense_adam)});"
-        f" sync {human_bytes(coverage.record)} an update (full weights {human_bytes(coverage.full_sync)})"
+        f"trainer state {human_bytes(coverage.state)} "
+        f"(dense Adam on the same targets {human_bytes(coverage.dense_adam)}); sync {human_bytes(coverage.record)} an update (full weights {human_bytes(coverage.full_sync)})"
     )
     return "\n".join(lines)
 

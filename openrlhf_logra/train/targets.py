@@ -78,8 +78,8 @@ def _refuse_shared(model: nn.Module, targets: list[Target]) -> None:
         names = owners[id(target.weight)]
         if len(names) > 1:
             raise ConfigError(
-                f"--logra.target_modules: {names[-1]} shares its weight with {names[0]}, whose gradient a sketch of the "
-                f"linear layer would miss; leave {names[-1].split('.')[-2]} out"
+                f"--logra.target_modules: {names[-1]} shares its weight with {names[0]}, whose gradient a sketch of "
+                f"the linear layer would miss; leave {names[-1].split('.')[-2]} out"
             )
 
 

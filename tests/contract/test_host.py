@@ -107,7 +107,8 @@ def test_engines_are_made_of_the_module_global():
 
 
 def test_stock_methods_that_call_super_are_named_again():
-    """Ray pickles inherited methods by value; with `super()` in them they would look at another class (host/actors.py)."""
+    """Ray pickles inherited methods by value; with `super()` in them they would look at another class
+    (host/actors.py)."""
     for ours in (
         actors.LograPPOTrainer,
         actors.LograTrainingActor,

@@ -1,4 +1,4 @@
-"""The tests' own CPU stand-ins, for stock OpenRLHF without the package: just enough to import it and to step an actor."""
+"""The tests' own CPU stand-ins, for stock OpenRLHF without the package: enough to import it and step an actor."""
 
 import importlib.machinery
 import sys

@@ -225,8 +225,9 @@ def test_what_openrlhf_writes_without_summary(tmp_path: Path):
 def test_later_event_file_wins(tmp_path: Path):
     tag = "train/rollout/reward_mean"
     # The names sort the other way round: what counts is the time of the first event.
-    write_events(tmp_path / "tensorboard/b/events.out.tfevents.1", {tag: dict.fromkeys(range(1, 51), 0.1)}, started=100)
-    write_events(tmp_path / "tensorboard/a/events.out.tfevents.2", {tag: dict.fromkeys(range(41, 46), 0.9)}, started=900)
+    first, second = dict.fromkeys(range(1, 51), 0.1), dict.fromkeys(range(41, 46), 0.9)
+    write_events(tmp_path / "tensorboard/b/events.out.tfevents.1", {tag: first}, started=100)
+    write_events(tmp_path / "tensorboard/a/events.out.tfevents.2", {tag: second}, started=900)
     points = read_run(tmp_path).scalars[tag]
     assert list(points) == list(range(1, 46))
     assert points[40] == pytest.approx(0.1) and points[41] == pytest.approx(0.9)
