@@ -169,8 +169,8 @@ class LograStrategy:
         silent = [t.name for t, sink in zip(self.targets, self._sinks) if sink.contributions == 0]
         if silent:
             raise RuntimeError(
-                f"LoGRA: no gradient reached {silent[0]} ({len(silent)} of {len(self.targets)} targets) since the last "
-                "update; is the module unused, or its input detached from the loss?"
+                f"LoGRA: no gradient reached {silent[0]} ({len(silent)} of {len(self.targets)} targets) since the "
+                "last update; is the module unused, or its input detached from the loss?"
             )
 
     def _reduce(self) -> None:

@@ -144,10 +144,11 @@ def _blocks_of(
     odd = index[~regular]
     odd = odd[odd > 0]
     unclear = {names[i] for i in (torch.searchsorted(bounds, odd, right=True) - 1).unique().tolist()}
-    owner = torch.searchsorted(bounds, index[:, 0], right=True) - 1
+    first = index[:, 0].contiguous()
+    owner = torch.searchsorted(bounds, first, right=True) - 1
     widths = torch.tensor([matrix_shape(shapes[name])[1] for name in names], dtype=torch.int64)
     safe = owner.clamp(min=0)
-    flat = index[:, 0] - bounds[safe]
+    flat = first - bounds[safe]
     hf_row, hf_col = flat // widths[safe], flat % widths[safe]
     blocks, row = [], 0
     same = (owner[1:] == owner[:-1]) & (hf_col[1:] == hf_col[:-1]) & (hf_row[1:] == hf_row[:-1] + 1)

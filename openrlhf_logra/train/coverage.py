@@ -127,10 +127,9 @@ def render(coverage: Coverage) -> str:
     lines.append(
         f"sketched {coverage.sketched:,} + frozen {coverage.frozen:,} = all {coverage.parameters:,} parameters"
     )
-    lines.append(
-        f"trainer state {human_bytes(coverage.state)} "
-        f"(dense Adam on the same targets {human_bytes(coverage.dense_adam)}); sync {human_bytes(coverage.record)} an update (full weights {human_bytes(coverage.full_sync)})"
-    )
+    dense, full = human_bytes(coverage.dense_adam), human_bytes(coverage.full_sync)
+    lines.append(f"trainer state {human_bytes(coverage.state)} (dense Adam on the same targets {dense})")
+    lines.append(f"sync {human_bytes(coverage.record)} an update (full weights {full})")
     return "\n".join(lines)
 
 

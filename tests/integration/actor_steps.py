@@ -1,6 +1,6 @@
 """Runs OpenRLHF's real policy actor on DeepSpeed for a few steps per configuration, on one or two gloo ranks.
 
-    python actor_steps.py CONFIGS.json RESULTS_DIR     (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them)
+    python actor_steps.py CONFIGS.json RESULTS_DIR   (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun sets them)
 
 Each rank writes RESULTS_DIR/rank<R>.pt: a list with one result per configuration. Used by test_actor.py.
 """

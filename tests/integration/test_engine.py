@@ -1,0 +1,306 @@
+"""The sync against a real vLLM engine, without Ray and DeepSpeed: records, versions, digests, repair (spec section 7)."""
+
+import os
+
+import pytest
+import torch
+
+from openrlhf_logra.config import LograConfig
+from openrlhf_logra.host.vllm_plugin import ENABLED
+from openrlhf_logra.strategies.logra import LograStrategy
+
+EXTENSION = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
+
+
+class LocalEngines:
+    """`SyncClient` over engines of this process; `tamper` may change what is sent."""
+
+    def __init__(self, engines):
+        self.engines = engines
+        self.tamper = lambda update_info: update_info
+        self.sent: list[dict] = []
+
+    def initialise(self, init_info):
+        return [engine.collective_rpc("logra_initialise", args=(init_info,)) for engine in self.engines]
+
+    def sync(self, engines, update_info):
+        self.sent.append(update_info)
+        update_info = self.tamper(update_info)
+        return [self.engines[i].collective_rpc("logra_sync", args=(update_info,)) for i in engines]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    settings = {ENABLED: "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    before = {key: os.environ.get(key) for key in settings}
+    os.environ.update(settings)
+    from vllm import LLM
+
+    llm = LLM(
+        str(tiny_model),
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=64,
+        disable_log_stats=True,
+        worker_extension_cls=EXTENSION,
+        weight_transfer_config={"backend": "logra"},
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+    for key, value in before.items():
+        os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+class Trainer:
+    """A policy in this process that makes updates, and the sender."""
+
+    def __init__(self, path, engine, **options):
+        from transformers import AutoModelForCausalLM
+
+        from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo
+
+        mode = options.pop("mode", "auto")
+        verify_every = options.pop("verify_every", 1)
+        loaded_version = options.pop("loaded_version", 0)
+        config = LograConfig(**{"rank": 8, "update_ratio": 1e-2, **options})
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        self.strategy = LograStrategy(config, self.model)
+        self.strategy.attach()
+        self.strategy.bind(torch.device("cpu"))
+        self.client = LocalEngines([engine])
+        parameters = {n: p for n, p in self.model.named_parameters() if not n.endswith("logra_anchor")}
+        self.sender = LograTrainerEngine.trainer_init(
+            LograTrainerInitInfo(
+                rank=0,
+                mode=mode,
+                refresh_every=config.refresh_every,
+                verify_every=verify_every,
+                loaded_version=loaded_version,
+            ),
+            client=self.client,
+            source=parameters,
+        )
+        self._seed = 0
+
+    def update(self, count=1):
+        for _ in range(count):
+            self._seed += 1
+            ids = torch.randint(3, 99, (2, 10), generator=torch.Generator().manual_seed(self._seed))
+            self.model(input_ids=ids, labels=ids).loss.backward()
+            outcome = self.strategy.step(1.0, 1.0)
+            self.sender.push(outcome.updates, outcome.version)
+
+
+@pytest.fixture
+def trainer(tiny_model, engine):
+    """A fresh trainer, and the engine brought back to the checkpoint's weights."""
+
+    def make(**options):
+        made = Trainer(tiny_model, engine, **options)
+        reset(made)
+        return made
+
+    return make
+
+
+def reset(trainer):
+    from openrlhf_logra.sync.record import encode_dense
+
+    trainer.client.initialise(
+        {"shapes": {n: list(p.shape) for n, p in trainer.sender._parameters.items()}, "version": 0}
+    )
+    tensors = {name: p.detach().clone() for name, p in trainer.sender._parameters.items()}
+    record = encode_dense(tensors, version=0, part=0, parts=1)
+    (report,) = trainer.client.engines[0].collective_rpc("logra_sync", args=({"records": [record], "verify": False},))
+    assert report["stale"] is None and report["version"] == 0
+
+
+def pointers(engine):
+    return engine.collective_rpc(
+        lambda worker: {n: p.data_ptr() for n, p in worker.model_runner.model.named_parameters()}
+    )
+
+
+def flip(worker, name, index):
+    tensor = dict(worker.model_runner.model.named_parameters())[name].data
+    tensor.view(torch.int16).view(-1)[index] ^= 1
+
+
+def test_records_in_order_and_addresses_stay(trainer, engine):
+    made = trainer(rank=1)
+    before = pointers(engine)
+    for updates in (1, 3, 8, 16):
+        made.update(updates)
+        report = made.sender.send_weights()
+        assert report.mode == "factor" and report.digest_ok and report.version == made.strategy.version
+        assert len(made.client.sent[-1]["records"]) == updates
+        assert report.sync_bytes == sum(map(len, made.client.sent[-1]["records"]))
+    assert len(made.client.sent) == 4, "one call per engine and sync"
+    assert pointers(engine) == before
+    assert made.sender._unknown == []
+
+
+def test_a_queue_larger_than_the_model_goes_dense(trainer):
+    made = trainer()
+    made.update(16)
+    report = made.sender.send_weights()
+    assert report.mode == "dense" and report.digest_ok and made.sender._queue == []
+    made.update()
+    assert made.sender.send_weights().mode == "factor"
+
+
+def test_every_parameter_is_covered(trainer):
+    made = trainer()
+    made.update()
+    made.sender.send_weights()
+    places = made.client.engines[0].collective_rpc(
+        "logra_initialise",
+        args=({"shapes": {n: list(p.shape) for n, p in made.sender._parameters.items()}, "version": 1},),
+    )[0]["places"]
+    assert set(places) == set(made.sender._parameters)
+    fused = {name: places[name] for name in places if "qkv" in name or "gate_up" in name}
+    assert fused == {}, "the trainer's names are the checkpoint's"
+
+
+@pytest.mark.parametrize("options", [{"mode": "dense"}, {"distribution": "gaussian"}])
+def test_dense(trainer, options):
+    made = trainer(**options)
+    for updates in (1, 2):
+        made.update(updates)
+        report = made.sender.send_weights()
+        assert report.mode == "dense" and report.digest_ok
+        assert report.sync_bytes >= report.dense_bytes
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("refresh_every", [0, 2])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_every_kind_of_update(trainer, optimizer, refresh_every, rounding):
+    made = trainer(optimizer=optimizer, refresh_every=refresh_every, rounding=rounding)
+    made.update(5)
+    assert made.sender.send_weights().digest_ok
+
+
+def test_nothing_to_send(trainer):
+    made = trainer()
+    assert made.sender.send_weights().mode == "none" and made.client.sent == []
+    made.update()
+    made.sender.send_weights()
+    report = made.sender.send_weights()
+    assert report.mode == "none" and report.sync_bytes == 0 and len(made.client.sent) == 1
+
+
+def test_the_first_sync_after_a_resume_is_dense(trainer):
+    made = trainer(loaded_version=None)
+    made.strategy.version = 7
+    made.update()
+    report = made.sender.send_weights()
+    assert report.mode == "dense" and report.version == 8 and report.digest_ok
+    made.update()
+    assert made.sender.send_weights().mode == "factor"
+
+
+def test_verify_every(trainer):
+    made = trainer(verify_every=3)
+    checked = []
+    for _ in range(7):
+        made.update()
+        checked.append(made.sender.send_weights().digest_ok)
+    assert checked == [True, None, None, True, None, None, True]
+
+
+def without(index):
+    return lambda info: {**info, "records": [r for i, r in enumerate(info["records"]) if i != index]}
+
+
+FAULTS = {
+    "first record lost": without(0),
+    "middle record lost": without(1),
+    "last record lost": without(2),
+    "repeated record": lambda info: {**info, "records": [info["records"][0], *info["records"]]},
+    "reordered": lambda info: {**info, "records": [info["records"][i] for i in (1, 0, 2)]},
+    "truncated": lambda info: {**info, "records": [*info["records"][:2], info["records"][2][:-10]]},
+    "no safetensors": lambda info: {**info, "records": [b"garbage" * 20]},
+    "all lost": lambda info: {**info, "records": []},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
+def test_a_fault_on_the_wire_is_seen_and_repaired(trainer, fault, capsys):
+    made = trainer()
+    made.update(3)
+    calls = []
+
+    def once(info):
+        calls.append(info)
+        return fault(info) if len(calls) == 1 else info
+
+    made.client.tamper = once
+    report = made.sender.send_weights()
+    assert report.mode == "dense" and report.digest_ok and report.version == 3
+    assert "repairing with a dense sync" in capsys.readouterr().out
+    made.update()
+    assert made.sender.send_weights().mode == "factor"
+
+
+def test_a_flipped_element_is_found_named_and_repaired(trainer, engine, capsys):
+    made = trainer()
+    made.update()
+    made.sender.send_weights()
+    layer = "model.layers.1.self_attn.qkv_proj.weight"
+    # The last row of the fused matrix belongs to v_proj.
+    size = engine.collective_rpc(lambda w: dict(w.model_runner.model.named_parameters())[layer].numel())[0]
+    engine.collective_rpc(flip, args=(layer, size - 1))
+    made.update()
+    report = made.sender.send_weights()
+    assert report.digest_ok is False and report.mode == "dense"
+    assert "digest of model.layers.1.self_attn.v_proj.weight" in capsys.readouterr().out
+    made.update()
+    assert made.sender.send_weights().digest_ok
+
+
+def test_two_failures_in_a_row_stop_the_run(trainer):
+    from openrlhf_logra.sync.trainer import SyncError
+
+    made = trainer()
+    made.update()
+    made.client.tamper = lambda info: {**info, "records": [record[:-1] for record in info["records"]]}
+    with pytest.raises(SyncError, match="sync to version 1 failed: engine 0: .*not a record"):
+        made.sender.send_weights()
+
+
+def test_dense_parts(trainer, monkeypatch):
+    import openrlhf_logra.sync.trainer as module
+
+    monkeypatch.setattr(module, "_DENSE_PART_BYTES", 20_000)
+    made = trainer(mode="dense")
+    made.update()
+    assert made.sender.send_weights().digest_ok
+    assert len(made.client.sent) > 3
+    # A part that is missing leaves the engine stale.
+    made.update()
+    seen = []
+    made.client.tamper = lambda info: (seen.append(info), {**info, "records": []} if len(seen) == 2 else info)[1]
+    with pytest.raises(module.SyncError):
+        made.sender.send_weights()
+
+
+def test_log_probs_of_engine_and_trainer_agree(trainer, engine):
+    """The engine computes with the new weights: its greedy continuation is the trainer's."""
+    made = trainer()
+    made.update(20)
+    made.sender.send_weights()
+    from vllm import SamplingParams
+
+    prompt = [5, 17, 40, 33]
+    (output,) = engine.generate(
+        [{"prompt_token_ids": prompt}],
+        SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True),
+        use_tqdm=False,
+    )
+    tokens = list(output.outputs[0].token_ids)
+    with torch.no_grad():
+        logits = made.model(input_ids=torch.tensor([prompt + tokens])).logits.float().log_softmax(-1)[0]
+    for position, (token, found) in enumerate(zip(tokens, output.outputs[0].logprobs)):
+        expected = logits[len(prompt) - 1 + position, token]
+        assert abs(found[token].logprob - float(expected)) < 0.05
