@@ -23,8 +23,6 @@ class ConfigError(ValueError):
 
 
 def _flag(name: str, default: Any, help: str, **options: Any) -> Any:
-    if isinstance(default, (tuple, list)):
-        return field(default=tuple(default), metadata={"flag": name, "help": help, **options})
     return field(default=default, metadata={"flag": name, "help": help, **options})
 
 
@@ -67,8 +65,8 @@ class LograConfig:
     sync_mode: str = _flag(
         "sync.mode",
         "auto",
-        "What is sent to the rollout engines: factor (seed and factors), dense (all values), or per run the smallest "
-        "that is exact.",
+        "What is sent to the rollout engines: factor (seed and factors), dense (all values), or auto: factors where "
+        "they are exact and smaller. Repairs and the first sync after a resume are always dense.",
         choices=SYNC_MODES,
     )
     sync_verify_every: int = _flag(

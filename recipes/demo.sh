@@ -20,10 +20,14 @@ bash recipes/cpu/env.sh
 export PATH="$PWD/.venv/bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 python recipes/cpu/prepare.py --out "$START" --seed "$SEED"
 
+if [ -e "$RUN" ] && [ ! -f "$RUN/train.log" ]; then
+    echo "demo.sh: RUN is '$RUN', which exists and is no run of this script; choose another" >&2
+    exit 2
+fi
 rm -rf "$RUN"
 mkdir -p "$RUN"
 begin=$SECONDS
-# The stock command line; what is LoGRA's begins with --logra.
+# The stock command line; what is LoGRA's begins with --logra. Of the optimizers, adam does best on this task.
 python -m openrlhf.cli.train_ppo_ray \
     --actor.model_name_or_path "$START/model" \
     --actor.num_nodes 1 \
@@ -36,19 +40,19 @@ python -m openrlhf.cli.train_ppo_ray \
     --data.input_key prompt \
     --data.label_key label \
     --data.max_len 64 \
-    --data.max_samples 2560 \
+    --data.max_samples 4096 \
     --reward.remote_url recipes/cpu/reward.py \
     --rollout.batch_size 64 \
     --rollout.n_samples_per_prompt 8 \
     --rollout.max_new_tokens 16 \
     --rollout.micro_batch_size 128 \
-    --train.batch_size 128 \
+    --train.batch_size 256 \
     --train.micro_batch_size 128 \
     --train.seed "$SEED" \
     --algo.advantage.estimator group_norm \
     --algo.kl.init_coef 0 \
     --eval.dataset "$START/eval.jsonl" \
-    --eval.steps 20 \
+    --eval.steps 32 \
     --eval.temperature 1.0 \
     --eval.n_samples_per_prompt 4 \
     --ckpt.output_dir "$RUN/model" \
@@ -58,8 +62,9 @@ python -m openrlhf.cli.train_ppo_ray \
     --logra.enable \
     --logra.seed "$SEED" \
     --logra.optimizer adam \
-    --logra.rank 32 \
-    --logra.update_ratio 2e-3 \
+    --logra.rank 8 \
+    --logra.update_ratio 3e-3 \
+    --logra.refresh_every 10 \
     --logra.sync.verify_every 1 \
     --logra.eval_at_start \
     "$@" \

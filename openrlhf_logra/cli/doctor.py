@@ -10,9 +10,9 @@ from pathlib import Path
 
 from openrlhf_logra.host import cpu, versions
 from openrlhf_logra.host.versions import MISSING, OK, Finding
+from openrlhf_logra.host.vllm_plugin import ENTRY_POINT, let_through
 
 PTH = "openrlhf_logra.pth"
-ENTRY_POINT = "openrlhf_logra"
 REINSTALL = "pip install --force-reinstall --no-deps openrlhf-logra"
 
 
@@ -77,8 +77,7 @@ def vllm_entry_point() -> Finding:
     name, wanted = "vLLM entry point", "registered"
     if not entry_points(group="vllm.general_plugins", name=ENTRY_POINT):
         return Finding(name, None, wanted, MISSING, REINSTALL)
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and ENTRY_POINT not in allowed.split(","):
-        fix = f"unset VLLM_PLUGINS (it is '{allowed}'), or add {ENTRY_POINT} to it"
+    if not let_through():
+        fix = f"unset VLLM_PLUGINS (it is '{os.environ['VLLM_PLUGINS']}'), or add {ENTRY_POINT} to it"
         return Finding(name, "filtered out", wanted, versions.UNSUPPORTED, fix)
     return Finding(name, "registered", wanted, OK, "")

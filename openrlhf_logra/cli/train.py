@@ -9,9 +9,8 @@ import argparse
 import runpy
 import sys
 
-from openrlhf_logra.host import versions
-
-STOCK_MODULE = "openrlhf.cli.train_ppo_ray"
+from openrlhf_logra.host import startup, versions
+from openrlhf_logra.host.startup import STOCK_MODULE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +27,6 @@ def run(args: argparse.Namespace) -> int:
     if openrlhf.status == versions.MISSING:
         print(f"openrlhf-logra train: openrlhf is not installed: {openrlhf.fix}", file=sys.stderr)
         return 2
-    from openrlhf_logra.host import startup
-
     startup.activate()
     sys.argv = [STOCK_MODULE, *args.flags]
     runpy.run_module(STOCK_MODULE, run_name="__main__", alter_sys=True)

@@ -1,1 +1,1 @@
-"""The only place that touches names of OpenRLHF, Ray and vLLM: activation, version gate, CPU stand-ins."""
+"""The only place that names OpenRLHF and Ray: activation, refusals, version gate, CPU stand-ins, vLLM's hooks."""

@@ -4,8 +4,10 @@ Written against OpenRLHF 0.11.2. The classes are undecorated, so that Ray pickle
 imports this module; the driver decorates them (host/plugin.py).
 """
 
+import asyncio
 import os
 import time
+from dataclasses import replace
 
 import ray
 import torch
@@ -20,11 +22,14 @@ from ..config import from_hierarchy
 from ..strategies import strategy_class
 from ..strategies.logra import ANCHOR, LograStrategy, StepOutcome
 from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncReport
+from ..train.buffers import restore_computed_buffers
 from ..train.coverage import human_bytes, render
 from . import cpu
 from .vllm_plugin import ENABLED
 
 _CHECKPOINT_KEY = "logra"
+_REPAIR_SECONDS = 600
+_COPIED_TO_RAY_WORKERS = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def _plain(actor_class) -> type:
@@ -58,12 +63,15 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         self.logra = strategy_class(config.method)(config, model.model)
         self.coverage = self.logra.attach()
         self.print("[logra] coverage\n" + render(self.coverage))
+        if restored := restore_computed_buffers(model.model):
+            self.print(f"[logra] restored to float32, as the rollout engines have them: {', '.join(restored)}")
         prepared = super()._ds_init_train_model(model, cfg)
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)
         self.logra.bind(self._policy_engine.device)
         self.outcomes: list[StepOutcome] = []
-        self.on_update = lambda outcome: None
+        self.resumed = False
+        self.on_update = lambda updates, version: None
         return prepared
 
     def get_ds_train_config(self, *args, **kwargs):
@@ -84,11 +92,11 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
 
     def _logra_step(self, alpha: float) -> None:
         outcome = self.logra.step(alpha, self._max_norm)
-        self.outcomes.append(outcome)
+        self.outcomes.append(replace(outcome, updates=()))  # figures only: the updates are the sync's business
         if outcome.skipped:
             self.print(f"[logra] update skipped: the sketch is not finite (|S| = {outcome.sketch_norm})")
         else:
-            self.on_update(outcome)
+            self.on_update(outcome.updates, outcome.version)
 
     def get_grad_norm(self, model) -> float:
         engine = model.model if isinstance(model, Actor) else model
@@ -103,8 +111,10 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
 
     def load_ckpt(self, model, load_dir, *args, **kwargs):
         path, states = super().load_ckpt(model, load_dir, *args, **kwargs)
-        if self.logra is not None and model is self._policy_engine and _CHECKPOINT_KEY in states:
-            self.logra.load_state_dict(states.pop(_CHECKPOINT_KEY))
+        if self.logra is not None and model is self._policy_engine and path is not None:
+            self.resumed = True
+            if _CHECKPOINT_KEY in states:
+                self.logra.load_state_dict(states.pop(_CHECKPOINT_KEY))
         return path, states
 
 
@@ -151,12 +161,13 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
                 mode=config.sync_mode,
                 refresh_every=config.refresh_every,
                 verify_every=config.sync_verify_every,
-                loaded_version=0 if strategy.logra.version == 0 else None,
+                version=strategy.logra.version,
+                loaded_version=None if strategy.resumed else 0,
             ),
             client=RayEngines(self.vllm_engines),
             source={name: parameter for name, parameter in named.items() if not name.endswith(f".{ANCHOR}")},
         )
-        strategy.on_update = lambda outcome: self._sync.push(outcome.updates, outcome.version)
+        strategy.on_update = self._sync.push
 
     def _init_vllm_sync_group(self, backend: str) -> None:
         """No process group with the engines: records travel by Ray."""
@@ -211,8 +222,12 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
 
     async def __init__(self, *args, **kwargs):
         _report_active("rollout actor")
-        os.environ[ENABLED] = "1"  # inherited by the engine core and its workers
+        os.environ[ENABLED] = "1"  # inherited by the engine core and its workers, copied to Ray workers
+        copied = os.environ.get(_COPIED_TO_RAY_WORKERS, "")
+        os.environ[_COPIED_TO_RAY_WORKERS] = ",".join(filter(None, (copied, ENABLED)))
         self._stale: str | None = None
+        self._known_version = asyncio.Event()
+        self._known_version.set()
         kwargs["weight_transfer_config"] = {"backend": "logra"}
         kwargs["worker_extension_cls"] = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
         if not cpu.has_gpu():
@@ -225,18 +240,25 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
 
     async def logra_sync(self, update_info: dict) -> list[dict]:
         """Apply records on all workers; their reports. The engine generates again once no worker is stale."""
-        self._stale = "a sync is under way or failed"
+        self._known_version.clear()
+        self._stale = "a sync did not finish"
         reports = await self.llm.collective_rpc("logra_sync", args=(update_info,))
-        self._stale = next((report["stale"] for report in reports if report["stale"]), None)
-        if self._stale is None and self.kwargs.get("enable_prefix_caching"):
+        stale = next((report["stale"] for report in reports if report["stale"]), None)
+        if stale is None and self.kwargs.get("enable_prefix_caching"):
             if not await self.llm.reset_prefix_cache():
-                self._stale = "the prefix cache could not be reset"
-                raise RuntimeError("vLLM refused to reset its prefix cache after a sync: requests are still running")
+                stale = "vLLM refused to reset its prefix cache: requests are still running"
+                reports = [{**report, "stale": stale} for report in reports]
+        self._stale = stale
+        if stale is None:
+            self._known_version.set()
         return reports
 
     async def generate(self, *args, **kwargs):
-        if self._stale is not None:
-            raise RuntimeError(f"LoGRA: this engine's weights are no known version ({self._stale})")
+        # Requests that arrive during a sync wait for its end; those at a stale engine, for its repair.
+        try:
+            await asyncio.wait_for(self._known_version.wait(), _REPAIR_SECONDS)
+        except asyncio.TimeoutError:
+            raise RuntimeError(f"LoGRA: this engine's weights are no known version ({self._stale})") from None
         return await super().generate(*args, **kwargs)
 
 
@@ -286,7 +308,8 @@ def _step_line(step: int, status: dict, report: SyncReport | None, seconds: floa
         parts.append(f"skipped {status['logra/skipped']:.0f}")
     if report is not None:
         parts.append(f"version {report.version}")
-        parts.append(f"sync {human_bytes(report.sync_bytes)} of {human_bytes(report.dense_bytes)}")
+        full = human_bytes(report.dense_bytes)
+        parts.append(f"sync {report.mode} {human_bytes(report.sync_bytes)} of {full}")
         if report.digest_ok is not None:
             parts.append(f"digest {'ok' if report.digest_ok else 'repaired'} {report.digest:016x}")
     parts.append(f"{seconds:.1f} s")

@@ -26,11 +26,12 @@ def _watch(name: str, before: Callable[[], None] | None = None, after: Callable[
 class _Watcher(importlib.abc.MetaPathFinder):
     def __init__(self, name, before, after):
         self._name, self._before, self._after = name, before, after
+        self._done = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != self._name:
+        if name != self._name or self._done:
             return None
-        sys.meta_path.remove(self)
+        self._done = True
         if self._before:
             self._before()
             return None

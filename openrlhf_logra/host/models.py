@@ -17,7 +17,7 @@ def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Mod
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if _looks_local(path) and not Path(path).is_dir():
+    if looks_local(path) and not Path(path).is_dir():
         raise ConfigError(f"{flag} {path}: no such directory")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ConfigError(f"{flag} {path}: has no config.json; is it a Hugging Face model?")
@@ -31,5 +31,6 @@ def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Mod
         raise ConfigError(f"{flag} {path}: cannot be loaded: {reason}") from error
 
 
-def _looks_local(path: str) -> bool:
-    return path.startswith((".", "/", "~")) or path.count("/") != 1
+def looks_local(path: str) -> bool:
+    """Whether a name can only be a path: hub names have at most one slash and begin with a letter or number."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from ..config import ConfigError, LograConfig
 from ..train.targets import check_rank, find_targets
 from . import cpu
-from .models import load_skeleton
+from .models import load_skeleton, looks_local
+from .vllm_plugin import let_through
 
 _DATA_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 
@@ -66,11 +67,16 @@ def _check_combinations(args: SimpleNamespace) -> None:
             f"--actor.adam.lr {args.actor.adam.lr}: alpha is lr / peak lr; use a positive value",
         ),
         (
-            args.ds.packing_samples and not cpu.has_gpu(),
-            "--ds.packing_samples needs flash attention, which needs a GPU; drop it on this machine",
+            _packs(args) and not cpu.has_gpu(),
+            "--ds.packing_samples, --train.dynamic_batch_enable and --ds.ring_attn_size need flash attention, which "
+            "needs a GPU; drop them on this machine",
         ),
         (
-            not _plugin_allowed(),
+            args.logra.eval_at_start and args.train.async_enable,
+            "--logra.eval_at_start: asynchronous training evaluates in its generator only; drop it",
+        ),
+        (
+            not let_through(),
             f"VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')} keeps vLLM from loading openrlhf_logra; add it or unset",
         ),
     ]
@@ -79,9 +85,9 @@ def _check_combinations(args: SimpleNamespace) -> None:
             raise ConfigError(message)
 
 
-def _plugin_allowed() -> bool:
-    allowed = os.environ.get("VLLM_PLUGINS")
-    return allowed is None or "openrlhf_logra" in allowed.split(",")
+def _packs(args: SimpleNamespace) -> bool:
+    """The host turns packing on for the other two."""
+    return args.ds.packing_samples or args.train.dynamic_batch_enable or args.ds.ring_attn_size > 1
 
 
 def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
@@ -102,6 +108,8 @@ def _check_dataset(flag: str, value: str | None, args: SimpleNamespace, required
         path = Path(item.strip().split("@")[0])
         if path.suffix in _DATA_FILES:
             _check_data_file(flag, path, args)
+        elif looks_local(str(path)) and not path.exists():
+            raise ConfigError(f"{flag} {path}: no such file or directory")
 
 
 def _check_data_file(flag: str, path: Path, args: SimpleNamespace) -> None:

@@ -39,7 +39,7 @@ def fail(message: str) -> None:
 def _before_openrlhf() -> None:
     from . import cpu, versions
 
-    problem = versions.gate(allow_untested="--logra.allow_untested_host" in sys.argv)
+    problem = versions.gate(allow_untested=versions.OVERRIDE_FLAG in sys.argv)
     if problem:
         fail(problem)
     cpu.install()

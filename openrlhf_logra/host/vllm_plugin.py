@@ -3,6 +3,13 @@
 import os
 
 ENABLED = "OPENRLHF_LOGRA"
+ENTRY_POINT = "openrlhf_logra"
+
+
+def let_through() -> bool:
+    """Whether vLLM's own filter, the variable VLLM_PLUGINS, lets our entry point through."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return allowed is None or ENTRY_POINT in allowed.split(",")
 
 
 def register() -> None:

@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-_MASK64 = (1 << 64) - 1
+MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _TILE_ELEMENTS = 1 << 18
 
@@ -15,6 +15,15 @@ _TILE_ELEMENTS = 1 << 18
 def name_hash(name: str) -> int:
     """64-bit BLAKE2b hash of a parameter name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8, person=b"digest").digest(), "little")
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) under which the elements of a tensor of `shape` are addressed: leading dimensions joined, a
+    vector as one column."""
+    rows = 1
+    for length in shape[:-1]:
+        rows *= length
+    return (rows, shape[-1]) if len(shape) > 1 else (rows if not shape else shape[0], 1)
 
 
 def digest_block(block: torch.Tensor, name: str, width: int, row0: int = 0, col0: int = 0) -> int:
@@ -36,7 +45,7 @@ def digest_block(block: torch.Tensor, name: str, width: int, row0: int = 0, col0
         row = torch.arange(row0 + start, row0 + start + tile.shape[0], dtype=torch.int64, device=block.device)
         index = row[:, None] * width + torch.arange(col0, col0 + cols, dtype=torch.int64, device=block.device)
         total += _weighted_sum(tile, index, name)
-    return total & _MASK64
+    return total & MASK64
 
 
 def digest_flat(shard: torch.Tensor, name: str, start: int, size: int) -> int:
@@ -53,15 +62,15 @@ def digest_flat(shard: torch.Tensor, name: str, start: int, size: int) -> int:
 
 def _weighted_sum(tile: torch.Tensor, index: torch.Tensor, name: str) -> int:
     # int64 arithmetic wraps modulo 2**64, which is the arithmetic of the formula.
-    weights = _mix64(index * _signed(_GOLDEN) + _signed(name_hash(name)))
+    weights = _mix64(index * signed64(_GOLDEN) + signed64(name_hash(name)))
     bits = tile.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
-    return int(weights.mul_(bits).sum()) & _MASK64
+    return int(weights.mul_(bits).sum()) & MASK64
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
+    x = (x ^ _shift_right(x, 30)) * signed64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27)) * signed64(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
 
 
@@ -69,5 +78,6 @@ def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed64(value: int) -> int:
+    """The int64 with the same bits as a 64-bit unsigned value."""
     return value - (1 << 64) if value >> 63 else value

@@ -145,11 +145,18 @@ def integer_product(q: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     Where float32 products may run at reduced precision (TF32, oneDNN's bf16 mode), q is split into two bytes, which
     those modes represent exactly.
     """
-    if torch.get_float32_matmul_precision() == "highest":
+    if _float32_products_are_exact():
         return q.float() @ signs
     low = q & 0xFF
     high = (q - low) >> 8
     return (high.float() @ signs).mul_(256).add_(low.float() @ signs)
+
+
+def _float32_products_are_exact() -> bool:
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # set per backend, through torch's newer interface: assume the worst
+        return False
 
 
 def _write(tile: torch.Tensor, product: torch.Tensor, update: Update, row0: int, col0: int) -> None:

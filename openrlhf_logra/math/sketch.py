@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+_TOKENS_AT_ONCE = 8192  # bounds the float32 copies of activations and output gradients
+
 
 class _SketchLinear(torch.autograd.Function):
     @staticmethod
@@ -45,7 +47,8 @@ class SketchSink:
 
     def add(self, grad_output: torch.Tensor, projected: torch.Tensor) -> None:
         """S += g^T P with float32 products and sums. grad_output [N, d], any float dtype; projected [N, r] float32."""
-        self.value.addmm_(grad_output.float().t(), projected)
+        for g, p in zip(grad_output.split(_TOKENS_AT_ONCE), projected.split(_TOKENS_AT_ONCE)):
+            self.value.addmm_(g.float().t(), p)
         self.contributions += 1
 
     def clear(self) -> None:
@@ -81,7 +84,8 @@ def sketch_linear(
 
 def project(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """P = x A^T in float32: x [..., k], projection [r, k] -> [N, r]."""
-    return x.reshape(-1, x.shape[-1]).float() @ projection.t()
+    flat = x.reshape(-1, x.shape[-1])
+    return torch.cat([part.float() @ projection.t() for part in flat.split(_TOKENS_AT_ONCE)])
 
 
 class _GradAnchor(torch.autograd.Function):

@@ -24,6 +24,7 @@ from ..train.shards import apply_update, share_owned_bits, squared_norm
 from ..train.targets import Target, check_rank, find_targets
 
 ANCHOR = "logra_anchor"
+_LARGEST_NORM = 1e19  # beyond, squares overflow float32 and would poison the moments: as good as not finite
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class StepOutcome:
     """What one accumulation boundary did.
 
     Attributes:
-        updates: one per target, in order; empty when the step was skipped (a non-finite sketch).
+        updates: one per target, in order; empty when the step was skipped.
+        skipped: whether a sketch was not finite (or too large to square), so that nothing was applied.
         version: number of updates applied so far, this one included.
         grad_norm: unbiased estimate of the global gradient norm, before clipping.
         sketch_norm: the sketches' share of it.
@@ -41,16 +43,13 @@ class StepOutcome:
     """
 
     updates: tuple[Update, ...]
+    skipped: bool
     version: int
     grad_norm: float
     sketch_norm: float
     alpha: float
     update_ratio: float
     seconds: float
-
-    @property
-    def skipped(self) -> bool:
-        return not self.updates
 
 
 class LograStrategy:
@@ -111,7 +110,8 @@ class LograStrategy:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that this rank holds while an update is under way: sketches, moments, cached projections."""
+        """Bytes that this rank keeps: sketches, moments, projections. (While it computes an update, rank 0 needs up to
+        three more sketches' worth for directions, coefficients and their quantised form.)"""
         moments = [value for d in self._directions for value in d.state_dict().values()]
         held = [self._flat, *(m for m in moments if isinstance(m, torch.Tensor))]
         projections = projection_cache_bytes(self.targets, self.config.rank)
@@ -157,6 +157,7 @@ class LograStrategy:
             self._advance()
         return StepOutcome(
             updates=updates,
+            skipped=not decision.finite,
             version=self.version,
             grad_norm=decision.grad_norm,
             sketch_norm=decision.grad_norm,
@@ -166,7 +167,11 @@ class LograStrategy:
         )
 
     def _check_contributions(self) -> None:
-        silent = [t.name for t, sink in zip(self.targets, self._sinks) if sink.contributions == 0]
+        """A target is silent when no rank's backward reached it; then every rank raises."""
+        counts = torch.tensor([sink.contributions for sink in self._sinks], device=self._flat.device)
+        if _world_size() > 1:
+            dist.all_reduce(counts)
+        silent = [t.name for t, count in zip(self.targets, counts.tolist()) if count == 0]
         if silent:
             raise RuntimeError(
                 f"LoGRA: no gradient reached {silent[0]} ({len(silent)} of {len(self.targets)} targets) since the "
@@ -181,25 +186,38 @@ class LograStrategy:
             self._flat /= world
 
     def _decide(self, alpha: float, max_norm: float) -> "_Decision":
-        """Direction, eta and quantised coefficients on rank 0; the same scalars on every rank."""
+        """Direction, eta and coefficients on rank 0; the same scalars on every rank."""
         squared_weight = _sum_over_ranks(sum(squared_norm(t.weight) for t in self.targets), self._flat.device)
-        scalars = torch.zeros(3, dtype=torch.float64, device=self._flat.device)  # finite, |S|, |step| / |W|
-        coefficients = None
+        decision, failure = None, None
         if _rank() == 0:
-            norm = torch.linalg.vector_norm(self._flat, dtype=torch.float64)
-            if torch.isfinite(norm):
-                directions, squared_update = self._directions_of(float(norm), max_norm)
-                eta = step_size(self.config.update_ratio, squared_weight, squared_update)
-                scale = alpha * eta / math.sqrt(self.config.rank)
-                coefficients = [direction * scale for direction in directions]
-                ratio = alpha * eta * math.sqrt(squared_update / squared_weight)
-                scalars.copy_(torch.tensor([1.0, float(norm), ratio], dtype=torch.float64))
-            else:
-                scalars[1] = norm
+            try:
+                decision = self._decide_alone(alpha, max_norm, squared_weight)
+            except Exception as error:  # raised below on every rank, none of which is left waiting
+                failure = error
         if _world_size() > 1:
+            finite, norm, ratio = (
+                (decision.finite, decision.grad_norm, decision.update_ratio) if decision else (0, 0, 0)
+            )
+            scalars = torch.tensor([failure is not None, finite, norm, ratio], dtype=torch.float64)
+            scalars = scalars.to(self._flat.device)
             dist.broadcast(scalars, src=0)
-        finite, norm, ratio = scalars.tolist()
-        return _Decision(bool(finite), norm, ratio, coefficients)
+            failed, finite, norm, ratio = scalars.tolist()
+            if failed and failure is None:
+                failure = RuntimeError("LoGRA: rank 0 could not compute the update; its own error says why")
+            decision = decision or _Decision(bool(finite), norm, ratio, None)
+        if failure is not None:
+            raise failure
+        return decision
+
+    def _decide_alone(self, alpha: float, max_norm: float, squared_weight: float) -> "_Decision":
+        norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64))
+        if not norm < _LARGEST_NORM:
+            return _Decision(False, norm, 0.0, None)
+        directions, squared_update = self._directions_of(norm, max_norm)
+        eta = step_size(self.config.update_ratio, squared_weight, squared_update)
+        scale = alpha * eta / math.sqrt(self.config.rank)
+        ratio = alpha * eta * math.sqrt(squared_update / squared_weight) if squared_weight else 0.0
+        return _Decision(True, norm, ratio, [direction * scale for direction in directions])
 
     def _directions_of(self, norm: float, max_norm: float) -> tuple[list[torch.Tensor], float]:
         if 0 < max_norm < norm:
@@ -216,33 +234,27 @@ class LograStrategy:
         """The updates of all targets, the same on every rank; none when the step is skipped."""
         if not decision.finite:
             return ()
-        updates = []
-        for i, target in enumerate(self.targets):
-            draw = self._draw(target)
-            if self.config.distribution == "rademacher":
-                q, s = self._share_quantised(decision, i, target)
-            else:
-                q, s = self._share_coefficients(decision, i, target), None
-            updates.append(Update(draw, self.version, q, s, self.config.rounding))
-        return tuple(updates)
-
-    def _share_quantised(self, decision: "_Decision", i: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = self.config.distribution == "rademacher"
+        rank, device = self.config.rank, self._flat.device
+        rows = [target.rows for target in self.targets]
+        q = torch.empty(sum(rows), rank, dtype=torch.int16 if exact else torch.float32, device=device)
+        s = torch.empty(sum(rows) if exact else 0, dtype=torch.float32, device=device)
         if decision.coefficients is not None:
-            q, s = quantize(decision.coefficients[i])
-        else:
-            q = torch.empty(target.rows, self.config.rank, dtype=torch.int16, device=self._flat.device)
-            s = torch.empty(target.rows, dtype=torch.float32, device=self._flat.device)
+            for i, (c, part) in enumerate(zip(decision.coefficients, q.split(rows))):
+                if exact:
+                    quantised, scales = quantize(c)
+                    part.copy_(quantised)
+                    s.split(rows)[i].copy_(scales)
+                else:
+                    part.copy_(c)
         _broadcast_bits(q)
-        _broadcast_bits(s)
-        return q, s
-
-    def _share_coefficients(self, decision: "_Decision", i: int, target: Target) -> torch.Tensor:
-        if decision.coefficients is not None:
-            c = decision.coefficients[i]
-        else:
-            c = torch.empty(target.rows, self.config.rank, dtype=torch.float32, device=self._flat.device)
-        _broadcast_bits(c)
-        return c
+        if exact:
+            _broadcast_bits(s)
+        scales = s.split(rows) if exact else [None] * len(rows)
+        return tuple(
+            Update(self._draw(target), self.version, part, scale, self.config.rounding)
+            for target, part, scale in zip(self.targets, q.split(rows), scales)
+        )
 
     def _apply(self, target: Target, update: Update) -> None:
         apply_update(target.weight, update)

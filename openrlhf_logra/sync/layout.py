@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..math.digest import matrix_shape
+
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
 
@@ -38,25 +40,13 @@ class Block:
 
 
 def rows_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as [rows, columns]: leading dimensions joined, a vector as one column."""
-    if tensor.dim() == 0:
-        return tensor.view(1, 1)
-    return tensor.view(-1, 1) if tensor.dim() == 1 else tensor.view(-1, tensor.shape[-1])
-
-
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) under which elements of a checkpoint tensor of `shape` are addressed."""
-    if len(shape) == 1:
-        return shape[0], 1
-    rows = 1
-    for length in shape[:-1]:
-        rows *= length
-    return rows, shape[-1]
+    """A contiguous tensor as the matrix of `matrix_shape`."""
+    return tensor.view(matrix_shape(tuple(tensor.shape)))
 
 
 def discover_layout(
     model: nn.Module, shapes: dict[str, tuple[int, ...]], load_weights: LoadWeights
-) -> tuple[dict[str, list[Block]], list[str]]:
+) -> tuple[dict[str, list[Block]], dict[str, str]]:
     """Learn the layout of a loaded model; its weights are left as they are, at the same addresses.
 
     Args:
@@ -65,16 +55,21 @@ def discover_layout(
         load_weights: the model's loader.
 
     Returns:
-        Blocks by checkpoint name, and the names whose place could not be learnt (no such parameter, a dtype other than
-        bf16, or an arrangement that is not whole runs of rows).
+        Blocks by checkpoint name, and, for the names whose place could not be learnt, the reason.
     """
     layout: dict[str, list[Block]] = {}
+    unknown: dict[str, str] = {}
     # Layer by layer, so that scratch and index tensors are the size of one layer and not of the model.
     for layer in dict.fromkeys(_layer(name) for name in shapes):
         group = {name: shape for name, shape in shapes.items() if _layer(name) == layer}
-        for name, blocks in _discover_group(model, layer, group, load_weights).items():
-            layout.setdefault(name, []).extend(blocks)
-    return layout, [name for name in shapes if name not in layout]
+        try:
+            found = _discover_group(model, layer, group, load_weights)
+        except Exception as error:  # a loader that cannot take a part of the checkpoint, or writes to another layer
+            unknown.update(dict.fromkeys(group, f"the loader failed: {type(error).__name__}: {error}"))
+            continue
+        layout.update(found)
+        unknown.update({name: "not found in whole rows of a bf16 parameter" for name in group if name not in found})
+    return layout, unknown
 
 
 def _layer(name: str) -> str | None:
@@ -90,19 +85,13 @@ def _discover_group(
         offsets[name] = total
         total += torch.Size(shape).numel()
     with _scratch_parameters(model, layer) as scratch:
-        try:
-            load_weights(
-                (
-                    name,
-                    torch.arange(offsets[name], offsets[name] + torch.Size(shape).numel(), dtype=torch.float64).view(
-                        shape
-                    ),
-                )
-                for name, shape in shapes.items()
+        load_weights(
+            (
+                name,
+                torch.arange(start, start + torch.Size(shapes[name]).numel(), dtype=torch.float64).view(shapes[name]),
             )
-        except Exception:
-            # A loader that cannot take a subset of the checkpoint, or that writes outside of this layer.
-            return {}
+            for name, start in offsets.items()
+        )
         found: dict[str, list[Block]] = {}
         irregular: set[str] = set()
         for runtime_name, tensor in scratch.items():

@@ -5,7 +5,7 @@ holds whole bf16 parameters under their own names. The header is the blob's stri
 """
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from safetensors import SafetensorError
@@ -59,11 +59,11 @@ class Record:
     header: Header
     tensors: dict[str, torch.Tensor]
 
-    def factors(self, widths: dict[str, int]) -> dict[str, Update]:
+    def factors(self, shapes: dict[str, tuple[int, int]]) -> dict[str, Update]:
         """The updates of a factor record by parameter name.
 
         Args:
-            widths: k of every parameter that may occur.
+            shapes: (d, k) of every parameter that may occur.
 
         Raises:
             RecordError: a factor lacks its other half, has the wrong shape, or belongs to no known parameter.
@@ -76,13 +76,14 @@ class Record:
                 continue
             if part != "q" or f"{name}.s" not in self.tensors:
                 raise RecordError(f"record {header.version}: {key} has no counterpart")
-            if name not in widths:
+            if name not in shapes:
                 raise RecordError(f"record {header.version}: unknown parameter {name}")
             q, s = self.tensors[key], self.tensors[f"{name}.s"]
-            if q.dtype is not torch.int16 or q.dim() != 2 or q.shape[1] != header.rank or s.shape != q.shape[:1]:
+            rows, width = shapes[name]
+            if q.dtype is not torch.int16 or q.shape != (rows, header.rank) or s.shape != (rows,):
                 raise RecordError(f"record {header.version}: factors of {name} have shapes {q.shape} and {s.shape}")
             index = projection_index(header.update, header.refresh_every)
-            draw = Projection(header.seed, index, name, header.rank, widths[name], header.distribution)
+            draw = Projection(header.seed, index, name, header.rank, width, header.distribution)
             updates[name] = Update(draw, header.update, q, s, header.rounding)
         return updates
 
@@ -119,6 +120,12 @@ def encode_dense(tensors: dict[str, torch.Tensor], version: int, part: int, part
     """Whole parameters as one of `parts` dense records that together carry `version`."""
     header = Header(FORMAT, "dense", version=version, base_version=version, update=version, part=part, parts=parts)
     return _encode(header, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
+
+
+def with_digest(blob: bytes, digest: int) -> bytes:
+    """The same record, stating the digest of all weights after it."""
+    record = decode(blob)
+    return _encode(replace(record.header, digest=f"{digest:016x}"), record.tensors)
 
 
 def _encode(header: Header, tensors: dict[str, torch.Tensor]) -> bytes:

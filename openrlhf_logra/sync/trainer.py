@@ -5,7 +5,7 @@ shards, gathering for a dense sync) and in the verdict, so that all ranks go on 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -14,15 +14,14 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from ..math.digest import MASK64, matrix_shape, signed64
 from ..math.exact import Update
 from ..train.shards import digest, gathered
 from ..train.targets import full_shape
-from .layout import matrix_shape
-from .record import encode_dense, encode_factors
+from .record import encode_dense, encode_factors, with_digest
 from .worker import BACKEND
 
 _DENSE_PART_BYTES = 256 << 20
-_MASK64 = (1 << 64) - 1
 
 
 class SyncError(RuntimeError):
@@ -49,6 +48,7 @@ class LograTrainerInitInfo(TrainerInitInfo):
         mode: "auto", "factor" or "dense".
         refresh_every: K of the projections.
         verify_every: compare digests every so many syncs.
+        version: version that the trainer's weights have now.
         loaded_version: version of the weights that the engines loaded by themselves: 0 at the start of a run, None
             after a resume, when they hold the base model and the trainer does not.
     """
@@ -57,6 +57,7 @@ class LograTrainerInitInfo(TrainerInitInfo):
     mode: str = "auto"
     refresh_every: int = 1
     verify_every: int = 10
+    version: int = 0
     loaded_version: int | None = 0
 
 
@@ -93,6 +94,15 @@ class _Plan:
     dense_names: list[str] = field(default_factory=list)
 
 
+@dataclass
+class _Message:
+    """One RPC: encoded records, the number of matrices that an apply of them writes, and whether it ends the sync."""
+
+    records: list[bytes]
+    matrices: int
+    last: bool
+
+
 class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
     """Sender of records; `push` after every update, `send_weights` once per sync, both on every rank."""
 
@@ -106,10 +116,11 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         self._dense_bytes = 2 * sum(torch.Size(shape).numel() for shape in self._shapes.values())
         self._queue: list[bytes] = []
         self._queue_is_exact = True
-        self._version = init_info.loaded_version or 0
+        self._version = init_info.version
         self._engine_versions: list[int | None] | None = None
         self._unknown: list[str] = []
         self._syncs = 0
+        self._failure: Exception | None = None
 
     @classmethod
     def trainer_init(cls, init_info, *, client, source=None):
@@ -119,6 +130,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
     def push(self, updates: tuple[Update, ...], version: int) -> None:
         """Queue the update that made `version`. Gaussian updates cannot be repeated by an engine: they go dense."""
         self._version = version
+        self._targets = len(updates)
         if not self.is_sender or self._info.mode == "dense":
             return
         if updates[0].s is None:
@@ -126,7 +138,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         if not self._queue_is_exact:
             return
         self._queue.append(encode_factors(updates, version, self._info.refresh_every))
-        if sum(map(len, self._queue)) > self._dense_bytes:  # dense is smaller by now
+        if self._info.mode == "auto" and sum(map(len, self._queue)) > self._dense_bytes:
             self._queue, self._queue_is_exact = [], False
 
     def send_weights(self) -> SyncReport:
@@ -141,9 +153,9 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         if plan.mode == "none":
             return report
         problem = self._attempt(plan, report)
-        if problem and plan.mode == "factor":
+        if problem:
             if self.is_sender:
-                print(f"[logra] {problem}; repairing with a dense sync", flush=True)
+                print(f"[logra] sync to version {self._version}: {problem}; repairing with a dense sync", flush=True)
             plan = self._shared(self._repair_plan)
             report.mode = "dense"
             problem = self._attempt(plan, report)
@@ -164,6 +176,8 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             return _Plan("none")
         base = self._version - len(self._queue)
         if not self._queue or any(version != base for version in self._engine_versions):
+            if self._info.loaded_version is None and self._syncs == 0:
+                print(f"[logra] resumed at version {self._version}: the first sync is dense", flush=True)
             return _Plan("dense", True, engines, list(self._shapes))
         verify = self._syncs % self._info.verify_every == 0
         return _Plan("factor", verify, engines, self._unknown)
@@ -176,20 +190,22 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         """First contact: layouts of all workers; what some engine cannot patch is sent dense in every sync."""
         shapes = {name: list(shape) for name, shape in self._shapes.items()}
         answers = self.client.initialise({"shapes": shapes, "version": self._info.loaded_version or 0})
-        unknown: dict[str, None] = {}
+        unknown: dict[str, str] = {}
         for engine, workers in enumerate(answers):
             if isinstance(workers, Exception):
                 raise SyncError(f"engine {engine} did not start its LoGRA end: {workers}")
-            unknown.update(dict.fromkeys(n for worker in workers for n in worker["unknown"]))
+            for worker in workers:
+                unknown.update(worker["unknown"])
             for name, shape in self._shapes.items():
                 places = {tuple(place) for worker in workers for place in worker["places"].get(name, ())}
-                if sum(rows * cols for _, rows, _, cols in places) != torch.Size(shape).numel():
-                    unknown[name] = None
+                if name not in unknown and sum(r * c for _, r, _, c in places) != torch.Size(shape).numel():
+                    unknown[name] = "the workers' blocks do not cover it"
         self._unknown = list(unknown)
         if self._unknown:
             print(
                 f"[logra] the place of {len(self._unknown)} parameters in the rollout engine could not be learnt; "
-                f"they are sent whole in every sync and not verified: {', '.join(self._unknown)}",
+                "they are sent whole in every sync and not verified: "
+                + "; ".join(f"{name} ({reason})" for name, reason in unknown.items()),
                 flush=True,
             )
         self._engine_versions = [self._info.loaded_version] * len(answers)
@@ -200,21 +216,25 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         """Send, check and verify; returns the first problem, the same on every rank."""
         expected = self._digests() if plan.verify else {}
         problem = None
-        for records, last in self._payloads(plan):
-            problem = self._shared(partial(self._transmit, plan, records, last, expected, report))
+        for message in self._messages(plan, expected):
+            problem = self._shared(partial(self._transmit, plan, message, expected, report))
             if problem:
                 break
         return problem
 
-    def _payloads(self, plan: _Plan) -> Iterator[tuple[list[bytes], bool]]:
-        """Lists of records for one RPC each, and whether it is the last. Non-senders yield empty lists in step."""
+    def _messages(self, plan: _Plan, expected: dict[str, int]) -> Iterator["_Message"]:
+        """What goes into one RPC each. Ranks that do not send yield empty records in step."""
         parts = self._split(plan.dense_names)
-        dense = (self._encode_dense(names, index, len(parts)) for index, names in enumerate(parts))
         if plan.mode == "factor":
-            yield [*self._queue, *dense], True
+            queue = [*self._queue]
+            if expected and self.is_sender:
+                queue[-1] = with_digest(queue[-1], self._total(expected))
+            dense = [self._encode_dense(names, index, parts) for index, names in enumerate(parts)]
+            yield _Message([*queue, *dense], len(queue) * self._targets + len(plan.dense_names), last=True)
             return
-        for index, record in enumerate(dense):
-            yield [record], index + 1 == len(parts)
+        for index, names in enumerate(parts):
+            record = self._encode_dense(names, index, parts)
+            yield _Message([record], len(names), last=index + 1 == len(parts))
 
     def _split(self, names: list[str]) -> list[list[str]]:
         parts: list[list[str]] = []
@@ -228,50 +248,58 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             size += length
         return parts
 
-    def _encode_dense(self, names: list[str], part: int, parts: int) -> bytes:
+    def _encode_dense(self, names: list[str], part: int, parts: list[list[str]]) -> bytes:
+        """One dense record, on the sender. A failure there waits for `_transmit`: the other ranks are gathering."""
         tensors = {}
         for name in names:
             with gathered(self._parameters[name]) as tensor:
-                if self.is_sender:
-                    tensors[name] = tensor.detach().clone()
-        return encode_dense(tensors, self._version, part, parts) if self.is_sender else b""
+                if self.is_sender and self._failure is None:
+                    try:
+                        tensors[name] = tensor.detach().clone().cpu()
+                    except Exception as error:
+                        self._failure = error
+        if not self.is_sender or self._failure is not None:
+            return b""
+        return encode_dense(tensors, self._version, part, len(parts))
 
     def _digests(self) -> dict[str, int]:
         """Digest of every parameter at the trainer's version, complete on the sender."""
         values = [digest(name, parameter) for name, parameter in self._parameters.items()]
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if _several_ranks():
             device = next(iter(self._parameters.values())).device
-            sums = torch.tensor([_signed(value) for value in values], dtype=torch.int64, device=device)
+            sums = torch.tensor([signed64(value) for value in values], dtype=torch.int64, device=device)
             dist.all_reduce(sums)
-            values = [value & _MASK64 for value in sums.tolist()]
+            values = [value & MASK64 for value in sums.tolist()]
         return dict(zip(self._parameters, values))
 
-    def _transmit(
-        self, plan: _Plan, records: list[bytes], last: bool, expected: dict[str, int], report: SyncReport
-    ) -> str | None:
-        report.sync_bytes += sum(map(len, records))
-        answers = self.client.sync(plan.engines, {"records": records, "verify": plan.verify and last})
+    def _transmit(self, plan: _Plan, message: "_Message", expected: dict[str, int], report: SyncReport) -> str | None:
+        if self._failure is not None:
+            raise self._failure
+        report.sync_bytes += sum(map(len, message.records))
+        update_info = {"records": message.records, "verify": plan.verify and message.last}
         problem = None
-        for engine, workers in zip(plan.engines, answers):
-            fault = self._fault(workers, last) or (last and self._mismatch(workers, expected, report))
+        for engine, workers in zip(plan.engines, self.client.sync(plan.engines, update_info)):
+            fault = self._fault(workers, message)
+            if not fault and message.last:
+                fault = self._mismatch(workers, expected, report)
             if fault:
                 self._engine_versions[engine] = None
                 problem = problem or f"engine {engine}: {fault}"
-            elif last:
+            elif message.last:
                 self._engine_versions[engine] = self._version
         return problem
 
-    def _fault(self, workers: list[dict] | Exception, last: bool) -> str | None:
+    def _fault(self, workers: list[dict] | Exception, message: "_Message") -> str | None:
         """Why an engine's answer is not the one that was due, or None."""
         if isinstance(workers, Exception):
             return f"{type(workers).__name__}: {workers}"
         for worker in workers:
-            if last and worker["stale"]:
+            if worker["stale"] and message.last:
                 return worker["stale"]
-            if last and worker["version"] != self._version:
+            if worker["applied"] != message.matrices:
+                return f"{worker['applied']} of {message.matrices} matrices were applied ({worker['stale']})"
+            if message.last and worker["version"] != self._version:
                 return f"reports version {worker['version']} where {self._version} was sent"
-            if worker["applied"] == 0:
-                return "applied nothing"
         return None
 
     def _mismatch(self, workers: list[dict], expected: dict[str, int], report: SyncReport) -> str | None:
@@ -286,8 +314,12 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                 return f"digest of {name}: {shown}, the trainer's is {value:016x}"
         if expected:
             report.digest_ok = report.digest_ok is not False
-            report.digest = sum(value for name, value in expected.items() if name not in self._unknown) & _MASK64
+            report.digest = self._total(expected)
         return None
+
+    def _total(self, digests: dict[str, int]) -> int:
+        """Digest of all parameters that are verified."""
+        return sum(value for name, value in digests.items() if name not in self._unknown) & MASK64
 
     def _combined_digest(self, name: str, workers: list[dict]) -> int | str:
         """Sum over the workers' blocks, replicated ones counted once; a text where replicas differ or blocks lack."""
@@ -300,22 +332,24 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         rows, cols = matrix_shape(self._shapes[name])
         if sum(place[1] * place[3] for place in blocks) != rows * cols:
             return "the workers' blocks do not cover it"
-        return sum(blocks.values()) & _MASK64
+        return sum(blocks.values()) & MASK64
 
-    def _shared(self, compute):
-        """The sender's result on every rank; an exception there is raised everywhere."""
-        result: list[Any] = [None]
+    def _shared(self, compute: Callable[[], Any]) -> Any:
+        """The sender's result on every rank; where it raises, every rank does."""
+        result: list[Any] = [None, None]
         if self.is_sender:
             try:
-                result = [compute()]
+                result[0] = compute()
             except Exception as error:
-                result = [error]
-        if dist.is_initialized() and dist.get_world_size() > 1:
+                if not _several_ranks():
+                    raise
+                result[1] = f"{type(error).__name__}: {error}"
+        if _several_ranks():
             dist.broadcast_object_list(result, src=0)
-        if isinstance(result[0], Exception):
-            raise result[0]
+        if result[1] is not None:
+            raise SyncError(f"LoGRA sync to version {self._version} failed on the sender: {result[1]}")
         return result[0]
 
 
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+def _several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

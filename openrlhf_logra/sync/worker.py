@@ -13,9 +13,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from ..math.digest import digest_block
+from ..math.digest import digest_block, matrix_shape
 from ..math.exact import apply_block
-from .layout import Block, discover_layout, matrix_shape
+from .layout import Block, discover_layout
 from .record import Record, RecordError, decode
 
 BACKEND = "logra"
@@ -60,15 +60,15 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
     def init_transfer_engine(self, init_info: LograInitInfo) -> None:
         self._shapes = {name: tuple(shape) for name, shape in init_info.shapes.items()}
         self._layout, self._unknown = discover_layout(self.model, self._shapes, self.model.load_weights)
-        self._widths = {name: matrix_shape(shape)[1] for name, shape in self._shapes.items()}
+        self._matrices = {name: matrix_shape(shape) for name, shape in self._shapes.items()}
         self.version = init_info.version
         self.stale: str | None = None
         self._dense_parts = 0
 
     def describe_layout(self) -> dict:
-        """Places within the checkpoint matrices that this worker holds, by name, and the names it cannot patch."""
+        """Places in the checkpoint matrices that this worker holds, by name, and why it cannot patch the others."""
         places = {name: [block.place for block in blocks] for name, blocks in self._layout.items()}
-        return {"places": places, "unknown": list(self._unknown)}
+        return {"places": places, "unknown": self._unknown}
 
     def start_weight_update(self) -> None:
         pass
@@ -117,7 +117,7 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             raise RecordError(
                 f"record {header.base_version} -> {header.version} does not follow version {self.version}"
             )
-        updates = record.factors(self._widths)
+        updates = record.factors(self._matrices)
         missing = [name for name in updates if name not in self._layout]
         if missing:
             raise RecordError(f"record {header.version}: the place of {missing[0]} in this engine is not known")
@@ -133,7 +133,7 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
 
     def _apply_dense(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
         header = record.header
-        if header.part != self._dense_parts:
+        if header.part not in (0, self._dense_parts):
             raise RecordError(f"dense part {header.part} of {header.parts} came where {self._dense_parts} was due")
         reason = self.stale or f"the dense sync to version {header.version} did not finish"
         self.stale, self._dense_parts = reason, 0
@@ -141,7 +141,7 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             if name not in self._shapes:
                 raise RecordError(f"dense record of version {header.version}: unknown parameter {name}")
             if name in self._layout:
-                matrix = tensor.view(matrix_shape(self._shapes[name]))
+                matrix = tensor.view(self._matrices[name])
                 for block in self._layout[name]:
                     row, rows, col, cols = block.place
                     block.view(parameters).copy_(matrix[row : row + rows, col : col + cols])
@@ -161,7 +161,7 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             }
 
     def _digest(self, name: str, block: Block, parameters: dict[str, torch.Tensor]) -> int:
-        return digest_block(block.view(parameters), name, self._widths[name], block.hf_row0, block.hf_col0)
+        return digest_block(block.view(parameters), name, self._matrices[name][1], block.hf_row0, block.hf_col0)
 
     def shutdown(self) -> None:
         pass

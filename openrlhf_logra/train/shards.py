@@ -1,6 +1,6 @@
 """Where a parameter's elements live on this rank: whole (ZeRO 0-2) or as one flat row-major partition (ZeRO 3).
 
-The only module that knows DeepSpeed's parameter attributes.
+What DeepSpeed attaches to a partitioned parameter is known here (and its `ds_shape` in targets.py).
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..math.digest import digest_block, digest_flat
+from ..math.digest import digest_block, digest_flat, matrix_shape
 from ..math.exact import Update, apply_block, apply_flat
 from .targets import full_shape
 
@@ -70,8 +70,8 @@ def digest(name: str, parameter: torch.Tensor) -> int:
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with two dimensions: a vector is one column, more dimensions join the columns."""
-    return tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+    """The tensor under the two dimensions that digests and records address it by."""
+    return tensor.reshape(matrix_shape(tuple(tensor.shape)))
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Settings:
     hidden_size: int = 128
     layers: int = 2
     pool: int = 20000  # problems drawn, before duplicates are dropped
-    held_out: int = 256
+    held_out: int = 512
     validation: int = 512
     prompts: int = 4096  # for reinforcement learning
     batch_size: int = 64

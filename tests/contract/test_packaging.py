@@ -152,3 +152,20 @@ def test_the_stock_start_up_module_can_be_started():
     command = [sys.executable, "-c", f"exec({LINE!r}); {code}", "--logra.probe"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert (result.stdout, result.stderr) == ("False False\n", "")
+
+
+def test_install_and_uninstall(sources, tmp_path):
+    """`pip install --no-deps .` brings everything; `pip uninstall openrlhf-logra` takes it away."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), "--disable-pip-version-check"]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", "--find-links", str(tmp_path)]
+    # The wheel is built here and not by pip: its isolated build environment would need a registry.
+    made = build("build_wheel", sources, tmp_path)
+    done = subprocess.run([*install, str(made)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    left = [path for path in venv.rglob("*") if "logra" in path.name]
+    assert {"openrlhf-logra", PTH, "openrlhf_logra"} <= {path.name for path in left}
+    done = subprocess.run([*pip, "uninstall", "--yes", "openrlhf-logra"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [path for path in venv.rglob("*") if "logra" in path.name] == []

@@ -118,6 +118,7 @@ def run(config: dict, folder: Path) -> dict:
         return decide(alpha, max_norm)
 
     logra._decide = watched
+    result["buffers"] = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
     for step in range(config.get("steps", 2)):
         train_step(strategy, actor, optimizer, scheduler, step, config)
         result["grad_norms"].append(strategy.get_grad_norm(actor))
@@ -134,12 +135,38 @@ def run(config: dict, folder: Path) -> dict:
         ids = samples(99, 2)
         mask = torch.ones_like(ids)
         result["log_probs"] = actor(ids, mask[:, 1:], attention_mask=mask)
+    if config.get("poison_rank") is not None:
+        result["poisoned"] = poisoned_step(config, strategy, actor, optimizer, scheduler)
     if config.get("resume"):
         result["resumed"] = resume(config, strategy, actor, optimizer, scheduler, folder)
     if config.get("save"):
         tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
         strategy.save_model(actor, tokenizer, str(folder / "hf"))
     return result
+
+
+def poisoned_step(config, strategy, actor, optimizer, scheduler) -> dict:
+    """One update with a NaN in the sketch of one rank, then a good one."""
+    logra, before = strategy.logra, whole_weights(actor.model)
+    reduce = logra._reduce
+
+    def poisoned():
+        if dist.get_rank() == config["poison_rank"] % dist.get_world_size():
+            logra._sinks[3].value[0, 0] = float("nan")
+        reduce()
+
+    logra._reduce = poisoned
+    train_step(strategy, actor, optimizer, scheduler, 50, config)
+    after = whole_weights(actor.model)
+    logra._reduce = reduce
+    outcome = strategy.outcomes[-1]
+    train_step(strategy, actor, optimizer, scheduler, 51, config)
+    return {
+        "skipped": outcome.skipped,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "version": outcome.version,
+        "next": strategy.outcomes[-1].version,
+    }
 
 
 def resume(config, strategy, actor, optimizer, scheduler, folder: Path) -> tuple[dict, dict]:

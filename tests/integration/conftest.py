@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,14 @@ def tiny_model(tmp_path_factory):
     from models import make_model
 
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def wide_model(tmp_path_factory):
+    """With matrices that ZeRO-3 really partitions: above its default persistence threshold of 100,000 elements."""
+    from models import make_model
+
+    return make_model(tmp_path_factory.mktemp("wide"), intermediate_size=1664, num_hidden_layers=1)
 
 
 def free_port() -> int:
@@ -36,20 +46,29 @@ def run_ranks(script: Path, arguments: list[str], world: int, timeout: float) ->
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"rank{rank}.log" for rank in range(world)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), *arguments],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        end = time.monotonic() + timeout
+        try:
+            while any(process.poll() is None for process in processes) and time.monotonic() < end:
+                if any(process.poll() for process in processes):
+                    time.sleep(5)  # the others may fail by themselves and say more
+                    break
+                time.sleep(0.2)
+        finally:
+            for process in processes:
+                process.kill()
+        codes = [process.wait() for process in processes]
+        tails = "\n".join(
+            f"rank {rank} ({code}):\n{logs[rank].read_text()[-3000:]}" for rank, code in enumerate(codes)
         )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}:\n{output[-4000:]}"
+    assert codes == [0] * world, tails

@@ -23,12 +23,19 @@ COVERING = {
         "zero": 3,
         "persistence_threshold": 0,
         "checkpointing": "non-reentrant",
+        "resume": True,
         "save": True,
+    },
+    "zero3-gaussian-nothing-persistent": {
+        "zero": 3,
+        "persistence_threshold": 0,
+        "flags": [*FLAGS, "--logra.distribution", "gaussian"],
     },
     "zero2-gaussian": {"zero": 2, "flags": [*FLAGS, "--logra.distribution", "gaussian"], "resume": True, "save": True},
     "zero3-gaussian": {"zero": 3, "flags": [*FLAGS, "--logra.distribution", "gaussian"], "resume": True, "save": True},
     "zero3-sgd-fixed": {"zero": 3, "flags": [*FLAGS, "--logra.optimizer", "sgd", "--logra.refresh_every", "0"]},
     "zero2-micro-batches-of-2": {"zero": 2, "micro": 2},
+    "zero3-poisoned": {"zero": 3, "poison_rank": 1},
 }
 
 
@@ -81,6 +88,17 @@ def test_weights_are_loaded_as_they_are_on_disk(results, world, name, tiny_model
         assert all(torch.equal(disk[key], loaded[key]) for key in disk)
 
 
+def test_rotary_frequencies_are_the_models_own(results, world, name, tiny_model):
+    """ZeRO-3 rounds them to bf16, which no rollout engine does (train/buffers.py)."""
+    from transformers import AutoModelForCausalLM
+
+    expected = dict(AutoModelForCausalLM.from_pretrained(tiny_model).named_buffers())
+    assert any("inv_freq" in key for key in expected)
+    for rank in results[world][0]:
+        for key, buffer in rank[name]["buffers"].items():
+            assert buffer.dtype == torch.float32 and torch.equal(buffer, expected[key]), key
+
+
 def test_every_rank_holds_the_same_bits_and_they_moved(results, world, name):
     ranks = [rank[name] for rank in results[world][0]]
     for key, weight in ranks[0]["weights"].items():
@@ -116,6 +134,11 @@ def test_updates_and_gradient_norms_are_counted(results, world, name):
     for rank in results[world][0]:
         assert rank[name]["versions"] == 2
         assert len(rank[name]["grad_norms"]) == 2 and all(norm > 0 for norm in rank[name]["grad_norms"])
+
+
+def test_a_sketch_that_is_not_finite_on_one_rank_skips_on_all(results, world):
+    for rank in results[world][0]:
+        assert rank["zero3-poisoned"]["poisoned"] == {"skipped": True, "unchanged": True, "version": 2, "next": 3}
 
 
 def test_state_bytes_equal_the_coverage_table(results, world, name):

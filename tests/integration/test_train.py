@@ -3,7 +3,9 @@
 import itertools
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import FULL
@@ -11,13 +13,16 @@ from training import LOGRA_FLAGS, digest_of_checkpoint, processes_of, run, start
 
 # Every stage, rank count and engine count, and every pair of the last two.
 COVERING = [(0, 1, 2), (1, 2, 1), (2, 1, 1), (3, 2, 2)]
+LOGRA_TRAIN = [str(Path(sys.executable).with_name("openrlhf-logra")), "train"]
 COMBINATIONS = list(itertools.product((0, 1, 2, 3), (1, 2), (1, 2))) if FULL else COVERING
 
 
 @pytest.mark.parametrize("zero, ranks, engines", COMBINATIONS)
-def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines, tiny_model, tmp_path):
-    flags = stock_flags(tiny_model, tmp_path, zero=zero, ranks=ranks, engines=engines)
-    finished = run([*flags, *LOGRA_FLAGS], tmp_path)
+def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines, wide_model, tmp_path):
+    """ZeRO 1 starts through `openrlhf-logra train`, ZeRO 0 has prefix caching on."""
+    changes = {"--vllm.enable_prefix_caching": None} if zero == 0 else {}
+    flags = stock_flags(wide_model, tmp_path, zero=zero, ranks=ranks, engines=engines, **changes)
+    finished = run([*flags, *LOGRA_FLAGS], tmp_path, program=LOGRA_TRAIN if zero == 1 else None)
     assert finished.code == 0, finished.output[-5000:]
     assert [step.version for step in finished.steps] == [2, 4, 6]
     assert all(step.digest for step in finished.steps), [step.line for step in finished.steps]
@@ -27,16 +32,8 @@ def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines,
     assert roles.count("driver") == 1
     assert roles.count("trainer actor") == ranks
     assert roles.count("rollout actor") == engines
-    # Per engine: the rollout actor's own process, the engine core and its worker.
-    assert roles.count("vLLM process") == 3 * engines
-
-
-def test_dense_mode(tiny_model, tmp_path):
-    flags = stock_flags(tiny_model, tmp_path, steps=2)
-    finished = run([*flags, *LOGRA_FLAGS, "--logra.sync.mode", "dense"], tmp_path)
-    assert finished.code == 0, finished.output[-5000:]
-    assert [step.version for step in finished.steps] == [2, 4] and all(step.digest for step in finished.steps)
-    assert finished.steps[-1].digest == digest_of_checkpoint(tmp_path / "model")
+    # Per engine: the rollout actor's own process, and the engine core with its worker in it.
+    assert roles.count("vLLM process") == 2 * engines
 
 
 def test_gaussian_goes_dense_and_is_exact(tiny_model, tmp_path):
@@ -66,6 +63,8 @@ def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tm
     finished = run([*flags, *LOGRA_FLAGS, "--ckpt.load_enable"], tmp_path)
     assert finished.code == 0, finished.output[-5000:]
     first = finished.steps[0]
-    assert first.number >= 2 and first.version == 2 * first.number and first.digest
-    assert "resumed at version" in finished.output and "dense sync" in finished.output
+    resumed = 2 * (first.number - 1)
+    assert resumed >= 2 and first.version == resumed + 2 and first.digest
+    assert finished.output.count(f"resumed at version {resumed}: the first sync is dense") == 1
+    assert all("sync factor" in step.line for step in finished.steps), "only the sync before the first step is dense"
     assert finished.steps[-1].number == 4 and finished.steps[-1].digest == digest_of_checkpoint(tmp_path / "model")

@@ -81,17 +81,17 @@ class Finished:
 
 
 _STEP = re.compile(
-    r"\[logra\] step (\d+):.* version (\d+), sync ([\d.]+ \w+) of .*?(?:digest ok ([0-9a-f]{16}))?, [\d.]+ s"
+    r"\[logra\] step (\d+):.* version (\d+), sync \w+ ([\d.]+ \w+) of .*?(?:digest ok ([0-9a-f]{16}))?, [\d.]+ s"
 )
 
 
-def start(flags: list[str], folder: Path, module: list[str] | None = None) -> tuple[subprocess.Popen, Path, str]:
+def start(flags: list[str], folder: Path, program: list[str] | None = None) -> tuple[subprocess.Popen, Path, str]:
     """Start a run in its own session; returns process, log file and the mark that all its processes carry."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200"}
     environment.pop("RAY_ADDRESS", None)
     log = folder / "train.log"
-    command = [sys.executable, *(module or ["-m", "openrlhf.cli.train_ppo_ray"]), *flags]
+    command = [*(program or [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]), *flags]
     with log.open("w") as sink:
         process = subprocess.Popen(
             command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
@@ -99,9 +99,9 @@ def start(flags: list[str], folder: Path, module: list[str] | None = None) -> tu
     return process, log, mark
 
 
-def run(flags: list[str], folder: Path, timeout: float = 500, module: list[str] | None = None) -> Finished:
+def run(flags: list[str], folder: Path, timeout: float = 500, program: list[str] | None = None) -> Finished:
     begin = time.monotonic()
-    process, log, mark = start(flags, folder, module)
+    process, log, mark = start(flags, folder, program)
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,6 @@
 """The command `openrlhf-logra`: subcommands, exit codes, and what they import."""
 
 import argparse
-import importlib
 import runpy
 import subprocess
 import sys
@@ -61,9 +60,7 @@ def test_help_imports_no_subcommand():
 def startup(monkeypatch):
     """Stands for host/startup.py, and records."""
     calls = []
-    module = SimpleNamespace(activate=lambda: calls.append("activate"))
-    monkeypatch.setattr(importlib.import_module("openrlhf_logra.host"), "startup", module, raising=False)
-    monkeypatch.setitem(sys.modules, "openrlhf_logra.host.startup", module)
+    monkeypatch.setattr(train.startup, "activate", lambda: calls.append("activate"))
     monkeypatch.setattr(runpy, "run_module", lambda name, **options: calls.append((name, options, list(sys.argv[1:]))))
     monkeypatch.setattr(sys, "argv", ["openrlhf-logra"])
     return calls

@@ -32,6 +32,7 @@ def reference() -> str:
                 ", ".join(action.choices) if action.choices else {"+": "names"}.get(action.nargs, action.type.__name__)
             )
         meaning = action.help.split(" Default: ")[0] if action.default is not None else action.help
+        meaning = meaning.replace("|", "\\|")
         rows.append(f"| `{action.option_strings[0]}` | {default} | {accepts} | {meaning.strip()} |")
     return HEADER + "\n".join(rows) + "\n"
 

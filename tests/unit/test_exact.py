@@ -134,6 +134,21 @@ def test_threads_and_matmul_precision_do_not_matter(threads, precision):
     assert torch.equal(bits(weight), bits(expected))
 
 
+@pytest.mark.parametrize("setting", ["tf32", "bf16"])
+def test_precision_set_through_the_newer_interface(setting):
+    """torch then refuses to name one precision; the product takes the safe path."""
+    weight, update = random_weight(60, 80), make_update(60, 80, 256)
+    expected = weight.clone()
+    apply_block(expected, update)
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = setting
+        apply_block(weight, update)
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert torch.equal(bits(weight), bits(expected))
+
+
 def test_integer_product_at_its_extremes():
     for rank in (1, 256, 512, 1024):
         q = torch.full((2, rank), max_quantum(rank), dtype=torch.int16)

@@ -182,6 +182,13 @@ def test_nothing_of_the_size_of_a_weight_is_allocated(optimizer, distribution):
     assert not {(width, inner), (inner, width)} & watch.shapes
 
 
+def test_the_watch_sees_a_dense_gradient():
+    _, oracle, _ = build(torch.bfloat16, width=128, inner=192, rank=4)
+    with _Watch() as watch:
+        loss_of(oracle, batch(rows=2, length=6)).backward()
+    assert watch.elements >= 128 * 192 and {(128, 192), (192, 128)} & watch.shapes
+
+
 def test_grad_norm_is_unbiased():
     """E|S|_F^2 = |G|_F^2 over projections, within four standard errors."""
     model, oracle, strategy = build()

@@ -1,0 +1,29 @@
+"""Computed buffers (rotary frequencies) in the precision that the model's own initialisation gives them.
+
+Under ZeRO 3 Hugging Face builds the model inside a context that rounds every new tensor to bf16, rotary frequencies
+included; rollout engines keep them in float32, so that trainer and engine would drift apart with the position.
+"""
+
+import torch
+from torch import nn
+
+
+def restore_computed_buffers(model: nn.Module) -> list[str]:
+    """Recompute every non-persistent floating-point buffer of modules that are built from their `config` alone.
+
+    Returns:
+        Names of the buffers that were not what the model's own initialisation makes, and are now.
+    """
+    restored = []
+    for path, module in model.named_modules():
+        names = [n for n in module._non_persistent_buffers_set if getattr(module, n).is_floating_point()]
+        config = getattr(module, "config", None)
+        if not names or config is None or any(True for _ in module.parameters()):
+            continue
+        fresh = type(module)(config)
+        for name in names:
+            held, made = getattr(module, name), getattr(fresh, name)
+            if held.dtype != made.dtype or not torch.equal(held.cpu(), made):
+                setattr(module, name, made.to(held.device))
+                restored.append(f"{path}.{name}")
+    return restored
