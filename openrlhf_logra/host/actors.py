@@ -204,6 +204,10 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
 class LograPolicyModelActor(_plain(ppo_actor.PolicyModelActor)):
     """Trainer actor."""
 
+    @staticmethod
+    def _get_free_port() -> int:
+        return _plain(ppo_actor.PolicyModelActor)._get_free_port() if cpu.has_gpu() else cpu.quiet_port()
+
     def init_model_from_pretrained(self, *args, **kwargs):
         _report_active("trainer actor")
         ppo_actor.ActorPPOTrainer = LograActorPPOTrainer

@@ -6,11 +6,13 @@ so that they could not be patched in place. Where there is a GPU none of this is
 
 import importlib.machinery
 import os
+import socket
 import sys
 import types
 import warnings
 from functools import wraps
 from pathlib import Path
+from random import SystemRandom
 
 from .imports import after_import
 
@@ -151,6 +153,26 @@ def multiply_in_float32() -> None:
         warnings.simplefilter("ignore")  # that a kernel is overridden is the point
         for name, kernel in kernels.items():
             _library.impl(name, kernel, "CPU", allow_override=True)
+
+
+# ---- ports ----------------------------------------------------------------------------------------------------------
+
+
+def quiet_port() -> int:
+    """A free port that nothing is likely to take before it is used.
+
+    OpenRLHF asks the system for one a minute before the process group listens on it; with everything on one machine,
+    Ray and vLLM ask for hundreds from the same range meanwhile. This one lies below that range.
+    """
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in SystemRandom().sample(range(10_000, max(lowest, 20_000)), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError(f"no free port between 10000 and {lowest}")
 
 
 # ---- DeepSpeed ------------------------------------------------------------------------------------------------------

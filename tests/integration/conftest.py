@@ -1,7 +1,6 @@
 """Fixtures shared by the integration tests."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -9,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from openrlhf_logra.host.cpu import quiet_port
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -30,12 +31,6 @@ def wide_model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("wide"), intermediate_size=1664, num_hidden_layers=1)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run_ranks(script: Path, arguments: list[str], world: int, timeout: float) -> None:
     """Run a script once per rank, as torchrun would; fails with the tail of the first rank that failed."""
     environment = {
@@ -43,7 +38,7 @@ def run_ranks(script: Path, arguments: list[str], world: int, timeout: float) ->
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(quiet_port()),
         "WORLD_SIZE": str(world),
     }
     with tempfile.TemporaryDirectory() as folder:

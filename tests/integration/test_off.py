@@ -8,8 +8,9 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import free_port
 from training import stock_flags
+
+from openrlhf_logra.host.cpu import quiet_port
 
 SCRIPT = Path(__file__).with_name("stock.py")
 
@@ -20,7 +21,7 @@ def run(mode: str, out: Path, *rest: str, installed: bool) -> dict:
         **{key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(quiet_port()),
         "RANK": "0",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
