@@ -63,8 +63,11 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         self.logra = strategy_class(config.method)(config, model.model)
         self.coverage = self.logra.attach()
         self.print("[logra] coverage\n" + render(self.coverage))
-        if restored := restore_computed_buffers(model.model):
+        restored, unclear = restore_computed_buffers(model.model)
+        if restored:
             self.print(f"[logra] restored to float32, as the rollout engines have them: {', '.join(restored)}")
+        if unclear:
+            self.print(f"[logra] possibly rounded to bf16 by ZeRO-3, and not restored: {', '.join(unclear)}")
         prepared = super()._ds_init_train_model(model, cfg)
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)

@@ -128,6 +128,13 @@ def with_digest(blob: bytes, digest: int) -> bytes:
     return _encode(replace(record.header, digest=f"{digest:016x}"), record.tensors)
 
 
+def without(blob: bytes, names: list[str]) -> bytes:
+    """The same factor record, lacking the factors of some parameters."""
+    record = decode(blob)
+    dropped = {f"{name}.{part}" for name in names for part in "qs"}
+    return _encode(record.header, {key: tensor for key, tensor in record.tensors.items() if key not in dropped})
+
+
 def _encode(header: Header, tensors: dict[str, torch.Tensor]) -> bytes:
     return save(tensors, metadata={key: str(value) for key, value in asdict(header).items()})
 

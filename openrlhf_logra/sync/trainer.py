@@ -18,7 +18,7 @@ from ..math.digest import MASK64, matrix_shape, signed64
 from ..math.exact import Update
 from ..train.shards import digest, gathered
 from ..train.targets import full_shape
-from .record import encode_dense, encode_factors, with_digest
+from .record import encode_dense, encode_factors, with_digest, without
 from .worker import BACKEND
 
 _DENSE_PART_BYTES = 256 << 20
@@ -119,6 +119,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         self._version = init_info.version
         self._engine_versions: list[int | None] | None = None
         self._unknown: list[str] = []
+        self._targets: list[str] = []
         self._syncs = 0
         self._failure: Exception | None = None
 
@@ -130,7 +131,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
     def push(self, updates: tuple[Update, ...], version: int) -> None:
         """Queue the update that made `version`. Gaussian updates cannot be repeated by an engine: they go dense."""
         self._version = version
-        self._targets = len(updates)
+        self._targets = [update.projection.name for update in updates]
         if not self.is_sender or self._info.mode == "dense":
             return
         if updates[0].s is None:
@@ -226,11 +227,12 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         """What goes into one RPC each. Ranks that do not send yield empty records in step."""
         parts = self._split(plan.dense_names)
         if plan.mode == "factor":
-            queue = [*self._queue]
+            queue = [without(blob, self._unknown) for blob in self._queue] if self._unknown else [*self._queue]
             if expected and self.is_sender:
                 queue[-1] = with_digest(queue[-1], self._total(expected))
+            patched = sum(name not in self._unknown for name in self._targets)
             dense = [self._encode_dense(names, index, parts) for index, names in enumerate(parts)]
-            yield _Message([*queue, *dense], len(queue) * self._targets + len(plan.dense_names), last=True)
+            yield _Message([*queue, *dense], len(queue) * patched + len(plan.dense_names), last=True)
             return
         for index, names in enumerate(parts):
             record = self._encode_dense(names, index, parts)

@@ -8,22 +8,27 @@ import torch
 from torch import nn
 
 
-def restore_computed_buffers(model: nn.Module) -> list[str]:
+def restore_computed_buffers(model: nn.Module) -> tuple[list[str], list[str]]:
     """Recompute every non-persistent floating-point buffer of modules that are built from their `config` alone.
 
     Returns:
-        Names of the buffers that were not what the model's own initialisation makes, and are now.
+        Names of the buffers that were not what the model's own initialisation makes, and are now; and names of bf16
+        buffers of modules that cannot be built again, which may have been rounded.
     """
-    restored = []
+    restored, unclear = [], []
     for path, module in model.named_modules():
         names = [n for n in module._non_persistent_buffers_set if getattr(module, n).is_floating_point()]
         config = getattr(module, "config", None)
         if not names or config is None or any(True for _ in module.parameters()):
             continue
-        fresh = type(module)(config)
+        try:
+            fresh = type(module)(config)
+        except TypeError:
+            unclear += [f"{path}.{n}" for n in names if getattr(module, n).dtype is torch.bfloat16]
+            continue
         for name in names:
             held, made = getattr(module, name), getattr(fresh, name)
             if held.dtype != made.dtype or not torch.equal(held.cpu(), made):
                 setattr(module, name, made.to(held.device))
                 restored.append(f"{path}.{name}")
-    return restored
+    return restored, unclear

@@ -1,0 +1,251 @@
+"""Two engines, one or two workers each: faults on either side are seen, repaired or end the sync (cases.md, Sync)."""
+
+import pytest
+import torch
+from runtime import SHAPES, Client, Engine, Runtime
+
+from openrlhf_logra.math.exact import Update, apply_block, quantize
+from openrlhf_logra.math.projection import Projection
+from openrlhf_logra.sync import worker as worker_module
+from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncError
+
+TARGETS = [name for name in SHAPES if name.endswith("_proj.weight")]
+
+
+class Trainer:
+    def __init__(self, client, seed=0, **settings):
+        generator = torch.Generator().manual_seed(seed)
+        self.weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
+        self.client = client
+        for engine in client.engines:
+            engine.load(self.weights)
+        info = LograTrainerInitInfo(rank=0, **{"verify_every": 1, **settings})
+        self.sender = LograTrainerEngine.trainer_init(info, client=client, source=self.weights)
+        self.version = 0
+
+    def update(self, count=1):
+        for _ in range(count):
+            updates = []
+            for i, name in enumerate(TARGETS):
+                rows, width = SHAPES[name]
+                generator = torch.Generator().manual_seed(100 * self.version + i)
+                q, s = quantize(torch.randn(rows, 4, generator=generator) * 1e-2)
+                updates.append(Update(Projection(0, self.version, name, 4, width), self.version, q, s))
+                apply_block(self.weights[name], updates[-1])
+            self.version += 1
+            self.sender.push(tuple(updates), self.version)
+
+
+def held_equals(trainer) -> bool:
+    """Every worker holds what a fresh load of the trainer's weights would give it."""
+    for engine in trainer.client.engines:
+        for rank, worker in enumerate(engine.workers):
+            fresh = Runtime(rank, len(engine.workers))
+            fresh.load_weights(trainer.weights.items())
+            for held, loaded in zip(worker.model.parameters(), fresh.parameters()):
+                if not torch.equal(held, loaded):
+                    return False
+    return True
+
+
+@pytest.fixture(params=[1, 2], ids=["1-worker", "2-workers"])
+def trainer(request):
+    # The model is so small that three updates are larger: auto would choose dense.
+    return Trainer(Client([Engine(request.param), Engine(request.param)]), mode="factor")
+
+
+def test_many_syncs(trainer):
+    for count in (1, 2, 3, 1):
+        trainer.update(count)
+        report = trainer.sender.send_weights()
+        assert report.mode == "factor" and report.digest_ok and held_equals(trainer)
+    assert trainer.sender._unknown == []
+
+
+def test_padding_is_left_alone(trainer):
+    trainer.update(3)
+    trainer.sender.send_weights()
+    assert all(not w.model.embed[10:].any() for engine in trainer.client.engines for w in engine.workers)
+
+
+def fails(index, engine, info):
+    if index == 1:
+        raise RuntimeError("engine process died")
+    return engine.sync(info)
+
+
+def forgets(index, engine, info):
+    """Answers without having applied anything."""
+    answer = engine.sync(info if index == 0 else {"records": [], "verify": info["verify"]})
+    return answer
+
+
+def lies(index, engine, info):
+    """Says that it did, and did not."""
+    if index == 0:
+        return engine.sync(info)
+    before = [{n: p.clone() for n, p in w.model.named_parameters()} for w in engine.workers]
+    answer = engine.sync(info)
+    for worker, held in zip(engine.workers, before):
+        for name, parameter in worker.model.named_parameters():
+            parameter.data.copy_(held[name])
+    for worker, report in zip(engine.workers, answer):
+        report["digests"] = worker._digests({n: p.data for n, p in worker.model.named_parameters()})
+    return answer
+
+
+def flips(index, engine, info):
+    answer = engine.sync(info)
+    if index == 1:
+        worker = engine.workers[-1]
+        worker.model.layers[0].qkv.data.view(torch.int16)[-1, 3] ^= 1
+        for held, report in zip(engine.workers, answer):
+            report["digests"] = held._digests({n: p.data for n, p in held.model.named_parameters()})
+    return answer
+
+
+def half(index, engine, info):
+    """An exception after two of four targets, in one engine."""
+    if index == 0:
+        return engine.sync(info)
+    calls = []
+
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise MemoryError("out of memory")
+        return apply_block(*arguments)
+
+    worker_module.apply_block = failing
+    try:
+        return engine.sync(info)
+    finally:
+        worker_module.apply_block = apply_block
+
+
+@pytest.mark.parametrize("fault", [fails, forgets, lies, flips, half])
+def test_one_engine_of_two_is_repaired(trainer, fault, capsys):
+    trainer.update(2)
+    trainer.sender.send_weights()
+    trainer.update(2)
+    trainer.client.faults[trainer.client.calls] = fault
+    report = trainer.sender.send_weights()
+    assert report.mode == "dense" and report.digest_ok is not None and held_equals(trainer)
+    said = capsys.readouterr().out
+    assert "engine 1: " in said and "repairing with a dense sync" in said
+    trainer.update()
+    assert trainer.sender.send_weights().mode == "factor" and held_equals(trainer)
+
+
+def test_the_first_wrong_matrix_is_named(trainer, capsys):
+    trainer.update()
+    trainer.client.faults[0] = flips
+    trainer.sender.send_weights()
+    said = capsys.readouterr().out
+    # With two workers the flipped copy of v_proj differs from the other worker's.
+    assert "digest of layers.0.v_proj.weight" in said
+
+
+@pytest.mark.parametrize("fault", [fails, half, flips, lies])
+def test_two_failures_in_a_row_stop(trainer, fault):
+    trainer.update()
+    for call in range(10):
+        trainer.client.faults[call] = fault if fault is not half else fails
+    with pytest.raises(SyncError, match=r"sync to version 1 failed: engine 1"):
+        trainer.sender.send_weights()
+
+
+def test_a_stale_worker_takes_no_factors():
+    trainer = Trainer(Client([Engine()]))
+    trainer.update()
+    trainer.client.faults[0] = lambda index, engine, info: half(1, engine, info)
+    trainer.client.faults[1] = fails_always
+    with pytest.raises(SyncError):
+        trainer.sender.send_weights()
+    (worker,) = trainer.client.engines[0].workers
+    assert "MemoryError" in worker.stale
+    trainer.update()
+    report = trainer.sender.send_weights()
+    assert report.mode == "dense" and held_equals(trainer)
+
+
+def fails_always(index, engine, info):
+    raise RuntimeError("no answer")
+
+
+def test_a_record_of_another_shape_is_refused():
+    trainer = Trainer(Client([Engine()]))
+    trainer.update()
+    name = TARGETS[0]
+    q, s = quantize(torch.randn(7, 4))
+    wrong = (Update(Projection(0, 0, name, 4, 24), 0, q, s),)
+    trainer.sender._queue = []
+    trainer.sender.push(wrong, 1)
+    report = trainer.sender.send_weights()
+    assert report.mode == "dense" and held_equals(trainer)
+
+
+class Interleaved(Runtime):
+    """q in every other row: no whole runs, so that it cannot be patched row by row."""
+
+    def load_weights(self, weights):
+        weights = dict(weights)
+        super().load_weights((n, v) for n, v in weights.items() if not n.endswith("q_proj.weight"))
+        if "layers.0.q_proj.weight" in weights:
+            value = weights["layers.0.q_proj.weight"]
+            self.layers[0].qkv.data[: self.part].copy_(value.t() if value.shape[0] == value.shape[1] else value)
+
+
+def test_what_cannot_be_learnt_goes_dense_and_is_named_once(capsys):
+    trainer = Trainer(Client([Engine(model=Interleaved)]), mode="factor")
+    for _ in range(3):
+        trainer.update()
+        report = trainer.sender.send_weights()
+        assert report.mode == "factor" and report.digest_ok
+    said = capsys.readouterr().out
+    assert said.count("layers.0.q_proj.weight") == 1 and "sent whole in every sync" in said
+    (worker,) = trainer.client.engines[0].workers
+    expected = Interleaved()
+    expected.load_weights(trainer.weights.items())
+    assert torch.equal(worker.model.layers[0].qkv, expected.layers[0].qkv)
+
+
+class Refusing(Runtime):
+    def load_weights(self, weights):
+        if len(weights := dict(weights)) < len(SHAPES):
+            raise KeyError("needs the whole checkpoint")
+        super().load_weights(weights.items())
+
+
+def test_a_loader_that_fails_is_said_with_its_reason(capsys):
+    trainer = Trainer(Client([Engine(model=Refusing)]), mode="dense")
+    trainer.update()
+    with pytest.raises(SyncError, match="needs the whole checkpoint"):
+        trainer.sender.send_weights()
+    assert "the loader failed: KeyError" in capsys.readouterr().out
+
+
+def test_resume_then_factors():
+    """The first sync is dense at the trainer's own version; OpenRLHF makes it before any update."""
+    trainer = Trainer(Client([Engine(), Engine()]), version=6, loaded_version=None, mode="factor")
+    trainer.version = 6
+    for engine in trainer.client.engines:
+        engine.load({name: torch.zeros(shape) for name, shape in SHAPES.items()})  # the base model
+    report = trainer.sender.send_weights()
+    assert report.mode == "dense" and report.version == 6 and report.digest_ok and held_equals(trainer)
+    trainer.update()
+    report = trainer.sender.send_weights()
+    assert report.mode == "factor" and report.version == 7 and held_equals(trainer)
+
+
+def test_the_last_record_of_a_verified_sync_states_the_digest():
+    from openrlhf_logra.sync.record import decode
+
+    trainer = Trainer(Client([Engine()]))
+    seen = []
+    trainer.client.faults[0] = lambda index, engine, info: (seen.append(info), engine.sync(info))[1]
+    trainer.update(2)
+    report = trainer.sender.send_weights()
+    headers = [decode(blob).header for blob in seen[0]["records"]]
+    assert [header.digest for header in headers] == ["", f"{report.digest:016x}"]
+    assert [(header.base_version, header.version) for header in headers] == [(0, 1), (1, 2)]
