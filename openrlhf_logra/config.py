@@ -22,6 +22,12 @@ class ConfigError(ValueError):
     """A flag, or a combination of flags, that cannot work. The message is one line: what, where, what to do."""
 
 
+def one_line(error: BaseException) -> str:
+    """The first line of what went wrong first, or its type where it says nothing."""
+    first = error.__cause__ or error
+    return next(iter(str(first).splitlines()), "") or type(first).__name__
+
+
 def _flag(name: str, default: Any, help: str, **options: Any) -> Any:
     return field(default=default, metadata={"flag": name, "help": help, **options})
 

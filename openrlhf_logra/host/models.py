@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..config import ConfigError
+from ..config import ConfigError, one_line
 
 
 def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Module:
@@ -27,8 +27,7 @@ def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Mod
         with torch.device("meta"):
             return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=True)
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError(f"{flag} {path}: cannot be loaded: {reason}") from error
+        raise ConfigError(f"{flag} {path}: cannot be loaded: {one_line(error)}") from error
 
 
 def looks_local(path: str) -> bool:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from ..config import ConfigError, LograConfig
+from ..config import ConfigError, LograConfig, one_line
 from ..train.targets import check_rank, find_targets
 from . import cpu
 from .models import load_skeleton, looks_local
@@ -122,8 +122,7 @@ def _check_data_file(flag: str, path: Path, args: SimpleNamespace) -> None:
     try:
         rows = load_dataset(_DATA_FILES[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ConfigError(f"{flag} {path}: cannot be read as {path.suffix[1:]}: {reason}") from error
+        raise ConfigError(f"{flag} {path}: cannot be read as {path.suffix[1:]}: {one_line(error)}") from error
     finally:
         enable_progress_bar()
     if len(rows) == 0:

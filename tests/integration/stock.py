@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +85,12 @@ def steps(model: str) -> dict:
     }
 
 
+def is_ours(value) -> bool:
+    """By type first: asking a lazily imported module for an attribute would import it."""
+    code = issubclass(type(value), (type, types.FunctionType, types.MethodType))
+    return code and str(value.__module__).startswith("openrlhf_logra")
+
+
 def identity() -> dict:
     import deepspeed  # noqa: F401
     import openrlhf.cli.train_ppo_ray
@@ -98,10 +105,10 @@ def identity() -> dict:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in ("openrlhf", "deepspeed", "vllm", "ray", "transformers", "argparse"):
             for key, value in list(vars(module).items()):
-                if str(getattr(value, "__module__", "")).startswith("openrlhf_logra"):
+                if is_ours(value):
                     foreign.append(f"{name}.{key}")
-                for attribute, item in list(vars(value).items()) if isinstance(value, type) else ():
-                    if str(getattr(item, "__module__", "")).startswith("openrlhf_logra"):
+                for attribute, item in list(vars(value).items()) if issubclass(type(value), type) else ():
+                    if is_ours(item):
                         foreign.append(f"{name}.{key}.{attribute}")
     return {
         "imported_before_vllm_plugins": before,
