@@ -40,7 +40,7 @@ python -m openrlhf.cli.train_ppo_ray \
     --data.input_key prompt \
     --data.label_key label \
     --data.max_len 64 \
-    --data.max_samples 4096 \
+    --data.max_samples 3072 \
     --reward.remote_url recipes/cpu/reward.py \
     --rollout.batch_size 64 \
     --rollout.n_samples_per_prompt 8 \
@@ -52,7 +52,7 @@ python -m openrlhf.cli.train_ppo_ray \
     --algo.advantage.estimator group_norm \
     --algo.kl.init_coef 0 \
     --eval.dataset "$START/eval.jsonl" \
-    --eval.steps 32 \
+    --eval.steps 24 \
     --eval.temperature 1.0 \
     --eval.n_samples_per_prompt 4 \
     --ckpt.output_dir "$RUN/model" \

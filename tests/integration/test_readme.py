@@ -113,7 +113,7 @@ def test_demo(tmp_path):
         assert (tmp_path / "run" / name).stat().st_size > 10_000
     assert "Held-out pass@1" in done.stdout and "Weight sync" in done.stdout
     steps = re.findall(r"\[logra\] step \d+:.* digest ok", done.stdout)
-    assert len(steps) == (64 if FULL else 2)
+    assert len(steps) == (48 if FULL else 2)
     if FULL:
         assert summary["pass1_after"] > summary["pass1_before"] + 0.10
 
