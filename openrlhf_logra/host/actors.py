@@ -21,7 +21,7 @@ from .. import __version__
 from ..config import from_hierarchy
 from ..strategies import strategy_class
 from ..strategies.logra import ANCHOR, LograStrategy, StepOutcome
-from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncReport
+from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncReport, digests_of
 from ..train.buffers import restore_computed_buffers
 from ..train.coverage import human_bytes, render
 from . import cpu
@@ -72,10 +72,16 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)
         self.logra.bind(self._policy_engine.device)
+        self.base_digests = digests_of(self.synced_parameters())  # before a checkpoint is loaded, as the engines are
         self.outcomes: list[StepOutcome] = []
         self.resumed = False
         self.on_update = lambda updates, version: None
         return prepared
+
+    def synced_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters of the stock model by name."""
+        named = self._policy_engine.module.named_parameters()
+        return {name: parameter for name, parameter in named if not name.endswith(f".{ANCHOR}")}
 
     def get_ds_train_config(self, *args, **kwargs):
         config = super().get_ds_train_config(*args, **kwargs)
@@ -155,8 +161,6 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
     def __init__(self, strategy, actor, *args, **kwargs):
         super().__init__(strategy, actor, *args, **kwargs)
         config = from_hierarchy(strategy.args.logra)
-        module = actor.model.module
-        named = dict(module.named_parameters())
         self.sync_report = None
         self._sync = LograTrainerEngine.trainer_init(
             LograTrainerInitInfo(
@@ -164,11 +168,13 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
                 mode=config.sync_mode,
                 refresh_every=config.refresh_every,
                 verify_every=config.sync_verify_every,
+                targets=tuple(target.name for target in strategy.logra.targets),
+                base_digests=strategy.base_digests,
                 version=strategy.logra.version,
                 loaded_version=None if strategy.resumed else 0,
             ),
             client=RayEngines(self.vllm_engines),
-            source={name: parameter for name, parameter in named.items() if not name.endswith(f".{ANCHOR}")},
+            source=strategy.synced_parameters(),
         )
         strategy.on_update = self._sync.push
 

@@ -23,6 +23,8 @@ def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Mod
         raise ConfigError(f"{flag} {path}: has no config.json; is it a Hugging Face model?")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=True)
+        if getattr(config, "quantization_config", None):
+            raise ValueError("its weights are quantised, and cannot be updated in place; give the bf16 model")
         auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
         with torch.device("meta"):
             return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=True)

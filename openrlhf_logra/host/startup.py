@@ -16,10 +16,12 @@ _activated = False
 
 def on_interpreter_start() -> None:
     """Called by the `.pth` line. Activates for `python -m openrlhf.cli.train_ppo_ray ... --logra.*` only."""
-    arguments = sys.orig_argv
-    module = next((arguments[i + 1] for i, a in enumerate(arguments[:-1]) if a == "-m"), None)
-    if module == STOCK_MODULE:
-        activate()
+    # `-m NAME`, `-mNAME` and combined short options such as `-um NAME`.
+    for option, value in zip(sys.orig_argv[1:], [*sys.orig_argv[2:], ""]):
+        if option.startswith("-") and not option.startswith("--") and "m" in option:
+            if STOCK_MODULE in (value, option.partition("m")[2]):
+                activate()
+            return
 
 
 def activate() -> None:

@@ -119,7 +119,7 @@ def _is_tested(peer: Peer, found: str) -> bool:
     if not peer.tested:
         return numbers >= release(peer.floor)
     # A pre-release has the numbers of the release it is not yet.
-    settled = re.search(r"\d(a|b|rc|\.?dev)\d*", found) is None
+    settled = re.search(r"\d(a|b|rc|\.?dev)\d*", found.partition("+")[0]) is None
     return settled and any(numbers[: len(release(prefix))] == release(prefix) for prefix in peer.tested)
 
 

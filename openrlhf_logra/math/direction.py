@@ -63,13 +63,15 @@ class RowAdam:
         scale = 1 / (root / mean + self.eps)
         scale /= scale.square().mean().sqrt()
         update = scale[:, None] * sketch
-        return update * (sketch.norm() / update.norm())
+        # In float64: a sketch of 1e-30 has a norm, its float32 squares have none.
+        norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in (sketch, update)]
+        return update * (norms[0] / norms[1]).float()
 
     def state_dict(self) -> dict[str, torch.Tensor | int]:
         return {"v": self.v, "t": self.t}
 
     def load_state_dict(self, state: dict[str, torch.Tensor | int]) -> None:
-        self.v.copy_(state["v"])
+        _restore(self.v, state["v"], "v")
         self.t = int(state["t"])
 
 
@@ -110,10 +112,16 @@ class SketchAdam:
         return {"m": self.m, "v": self.v, "t": self.t, "projection_index": self.projection_index}
 
     def load_state_dict(self, state: dict[str, torch.Tensor | int]) -> None:
-        self.m.copy_(state["m"])
-        self.v.copy_(state["v"])
+        _restore(self.m, state["m"], "m")
+        _restore(self.v, state["v"], "v")
         self.t = int(state["t"])
         self.projection_index = int(state["projection_index"])
+
+
+def _restore(held: torch.Tensor, saved: torch.Tensor, name: str) -> None:
+    if saved.shape != held.shape or not torch.isfinite(saved).all():
+        raise ValueError(f"saved moment {name} is damaged: shape {tuple(saved.shape)}, expected {tuple(held.shape)}")
+    held.copy_(saved)
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ def _product(update: Update, rows: slice, signs: torch.Tensor) -> torch.Tensor:
     q = update.q[rows]
     if update.s is None:
         return q @ signs
-    product = integer_product(q, signs)
-    return product.mul_(update.s[rows][:, None])
+    product = integer_product(q, signs).mul_(update.s[rows][:, None])
+    return product.add_(0.0)  # -0 becomes +0: with rank 1, kernels differ in the sign of 0 times -1
 
 
 def integer_product(q: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:

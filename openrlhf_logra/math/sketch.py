@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 _TOKENS_AT_ONCE = 8192  # bounds the float32 copies of activations and output gradients
 
@@ -24,6 +25,7 @@ class _SketchLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output):
         (projected,) = ctx.saved_tensors
         grad_input = grad_output @ ctx.weight if ctx.needs_input_grad[0] else None

@@ -7,7 +7,7 @@ their hardware, and the optimizer's moments exist once.
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -33,7 +33,7 @@ class StepOutcome:
 
     Attributes:
         updates: one per target, in order; empty when the step was skipped.
-        skipped: whether a sketch was not finite (or too large to square), so that nothing was applied.
+        skipped: whether a sketch, a weight or the step was not finite (or too large to square): nothing was applied.
         version: number of updates applied so far, this one included.
         grad_norm: unbiased estimate of the global gradient norm, before clipping.
         sketch_norm: the sketches' share of it.
@@ -81,9 +81,9 @@ class LograStrategy:
         self._add_anchor()
         return coverage
 
-    def _forward(self, target: Target, sink: SketchSink, x: torch.Tensor) -> torch.Tensor:
+    def _forward(self, target: Target, sink: SketchSink, input: torch.Tensor) -> torch.Tensor:
         module = target.module
-        return sketch_linear(x, module.weight, module.bias, partial(self._projection, target, x.device), sink)
+        return sketch_linear(input, module.weight, module.bias, partial(self._projection, target, input.device), sink)
 
     def _add_anchor(self) -> None:
         # DeepSpeed does not start without a trainable parameter, and nothing would flow back to the first target.
@@ -100,10 +100,9 @@ class LograStrategy:
     def bind(self, device: torch.device) -> None:
         """Allocate the sketches (one flat float32 buffer) and, on rank 0, the moments, on the trainer's device."""
         rank = self.config.rank
-        self._flat = torch.zeros(sum(t.rows for t in self.targets) * rank, dtype=torch.float32, device=device)
-        views = self._flat.split([t.rows * rank for t in self.targets])
-        for target, sink, view in zip(self.targets, self._sinks, views):
-            sink.value = view.view(target.rows, rank)
+        self._flat = torch.zeros(sum(t.rows for t in self.targets), rank, dtype=torch.float32, device=device)
+        for sink, value in zip(self._sinks, self._by_target(self._flat)):
+            sink.value = value
         self._directions: list[Direction] = []
         if _rank() == 0:
             self._directions = [make_direction(self.config.direction(), t.rows, rank, device) for t in self.targets]
@@ -188,36 +187,53 @@ class LograStrategy:
     def _decide(self, alpha: float, max_norm: float) -> "_Decision":
         """Direction, eta and coefficients on rank 0; the same scalars on every rank."""
         squared_weight = _sum_over_ranks(sum(squared_norm(t.weight) for t in self.targets), self._flat.device)
-        decision, failure = None, None
+        if _world_size() == 1:
+            return self._decide_alone(alpha, max_norm, squared_weight)
+        decision, failure = _Decision(False, 0.0, 0.0), None
         if _rank() == 0:
             try:
                 decision = self._decide_alone(alpha, max_norm, squared_weight)
             except Exception as error:  # raised below on every rank, none of which is left waiting
                 failure = error
-        if _world_size() > 1:
-            finite, norm, ratio = (
-                (decision.finite, decision.grad_norm, decision.update_ratio) if decision else (0, 0, 0)
-            )
-            scalars = torch.tensor([failure is not None, finite, norm, ratio], dtype=torch.float64)
-            scalars = scalars.to(self._flat.device)
-            dist.broadcast(scalars, src=0)
-            failed, finite, norm, ratio = scalars.tolist()
-            if failed and failure is None:
-                failure = RuntimeError("LoGRA: rank 0 could not compute the update; its own error says why")
-            decision = decision or _Decision(bool(finite), norm, ratio, None)
-        if failure is not None:
-            raise failure
-        return decision
+        scalars = [failure is not None, decision.finite, decision.grad_norm, decision.update_ratio]
+        shared = torch.tensor(scalars, dtype=torch.float64).to(self._flat.device)
+        dist.broadcast(shared, src=0)
+        failed, finite, norm, ratio = shared.tolist()
+        if failed:
+            raise failure or RuntimeError("LoGRA: rank 0 could not compute the update; its own error says why")
+        return replace(decision, finite=bool(finite), grad_norm=norm, update_ratio=ratio)
 
     def _decide_alone(self, alpha: float, max_norm: float, squared_weight: float) -> "_Decision":
         norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64))
         if not norm < _LARGEST_NORM:
-            return _Decision(False, norm, 0.0, None)
+            return _Decision(False, norm, 0.0)
         directions, squared_update = self._directions_of(norm, max_norm)
         eta = step_size(self.config.update_ratio, squared_weight, squared_update)
-        scale = alpha * eta / math.sqrt(self.config.rank)
+        if not all(map(math.isfinite, (alpha * eta, squared_weight, squared_update))):
+            return _Decision(False, norm, 0.0)
         ratio = alpha * eta * math.sqrt(squared_update / squared_weight) if squared_weight else 0.0
-        return _Decision(True, norm, ratio, [direction * scale for direction in directions])
+        scale = alpha * eta / math.sqrt(self.config.rank)
+        q, s = self._empty_coefficients()
+        for direction, q_part, s_part in zip(directions, self._by_target(q), self._by_target(s)):
+            if s_part is None:
+                q_part.copy_(direction * scale)
+            else:
+                quantised, scales = quantize(direction * scale)
+                q_part.copy_(quantised)
+                s_part.copy_(scales)
+        return _Decision(True, norm, ratio, q, s)
+
+    def _empty_coefficients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Room for q and s of all targets, one buffer each; Gaussian coefficients stay float32 and have no s."""
+        rows, device = sum(target.rows for target in self.targets), self._flat.device
+        if self.config.distribution == "gaussian":
+            return torch.empty(rows, self.config.rank, dtype=torch.float32, device=device), None
+        q = torch.empty(rows, self.config.rank, dtype=torch.int16, device=device)
+        return q, torch.empty(rows, dtype=torch.float32, device=device)
+
+    def _by_target(self, rows: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Views of each target's rows in a buffer of all."""
+        return (None,) * len(self.targets) if rows is None else rows.split([t.rows for t in self.targets])
 
     def _directions_of(self, norm: float, max_norm: float) -> tuple[list[torch.Tensor], float]:
         if 0 < max_norm < norm:
@@ -234,26 +250,13 @@ class LograStrategy:
         """The updates of all targets, the same on every rank; none when the step is skipped."""
         if not decision.finite:
             return ()
-        exact = self.config.distribution == "rademacher"
-        rank, device = self.config.rank, self._flat.device
-        rows = [target.rows for target in self.targets]
-        q = torch.empty(sum(rows), rank, dtype=torch.int16 if exact else torch.float32, device=device)
-        s = torch.empty(sum(rows) if exact else 0, dtype=torch.float32, device=device)
-        if decision.coefficients is not None:
-            for i, (c, part) in enumerate(zip(decision.coefficients, q.split(rows))):
-                if exact:
-                    quantised, scales = quantize(c)
-                    part.copy_(quantised)
-                    s.split(rows)[i].copy_(scales)
-                else:
-                    part.copy_(c)
-        _broadcast_bits(q)
-        if exact:
-            _broadcast_bits(s)
-        scales = s.split(rows) if exact else [None] * len(rows)
+        q, s = (decision.q, decision.s) if decision.q is not None else self._empty_coefficients()
+        for buffer in (q, s):
+            if buffer is not None:
+                _broadcast_bits(buffer)
         return tuple(
-            Update(self._draw(target), self.version, part, scale, self.config.rounding)
-            for target, part, scale in zip(self.targets, q.split(rows), scales)
+            Update(self._draw(target), self.version, q_part, s_part, self.config.rounding)
+            for target, q_part, s_part in zip(self.targets, self._by_target(q), self._by_target(s))
         )
 
     def _apply(self, target: Target, update: Update) -> None:
@@ -321,7 +324,8 @@ class _Decision:
     finite: bool
     grad_norm: float
     update_ratio: float
-    coefficients: list[torch.Tensor] | None
+    q: torch.Tensor | None = None  # rank 0 only, as is s
+    s: torch.Tensor | None = None
 
 
 def _rank() -> int:

@@ -105,20 +105,23 @@ def _discover_group(
 @contextmanager
 def _scratch_parameters(model: nn.Module, layer: str | None) -> Iterator[dict[str, torch.Tensor]]:
     """For a while every parameter of this layer holds float64 scratch, every other one nothing at all."""
-    originals = {name: parameter.data for name, parameter in model.named_parameters()}
+    parameters = [(name, parameter, parameter.data) for name, parameter in model.named_parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     scratch = {}
     try:
-        for name, parameter in model.named_parameters():
+        for name, parameter, original in parameters:
             if _layer(name) == layer:
                 parameter.data = torch.full(parameter.shape, -1.0, dtype=torch.float64)
-                if originals[name].dtype is torch.bfloat16 and originals[name].is_contiguous():
+                if original.dtype is torch.bfloat16 and original.is_contiguous():
                     scratch[name] = parameter.data
             else:
-                parameter.data = torch.empty(0, dtype=originals[name].dtype)
+                parameter.data = torch.empty(0, dtype=original.dtype)
         yield scratch
     finally:
-        for name, parameter in model.named_parameters():
-            parameter.data = originals[name]
+        for _, parameter, original in parameters:
+            parameter.data = original
+        for buffer, original in buffers:
+            buffer.copy_(original)
 
 
 def _blocks_of(
@@ -145,7 +148,8 @@ def _blocks_of(
     for end in [*(torch.nonzero(~same).flatten() + 1).tolist(), rows]:
         if regular[row]:
             name = names[int(owner[row])]
-            if int(hf_col[row]) + cols <= int(widths[owner[row]]):
+            hf_rows, hf_cols = matrix_shape(shapes[name])
+            if int(hf_col[row]) + cols <= hf_cols and int(hf_row[row]) + end - row <= hf_rows:
                 blocks.append((name, Block(runtime_name, row, end - row, cols, int(hf_row[row]), int(hf_col[row]))))
             else:
                 unclear.add(name)

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from ..math.exact import Update
+from ..math.exact import ROUNDINGS, Update
 from ..math.projection import Projection, projection_index
 
 FORMAT = "logra/1"
@@ -69,6 +69,11 @@ class Record:
             RecordError: a factor lacks its other half, has the wrong shape, or belongs to no known parameter.
         """
         header = self.header
+        known = header.distribution == "rademacher" and header.rounding in ROUNDINGS and header.kind == "factor"
+        if not known or header.version != header.base_version + 1 or header.update != header.base_version:
+            raise RecordError(f"record {header.version}: its header contradicts itself: {header}")
+        if not self.tensors:
+            raise RecordError(f"record {header.version}: holds no factors")
         updates = {}
         for key in self.tensors:
             name, _, part = key.rpartition(".")
@@ -82,6 +87,8 @@ class Record:
             rows, width = shapes[name]
             if q.dtype is not torch.int16 or q.shape != (rows, header.rank) or s.shape != (rows,):
                 raise RecordError(f"record {header.version}: factors of {name} have shapes {q.shape} and {s.shape}")
+            if s.dtype is not torch.float32 or not torch.isfinite(s).all() or (s < 0).any():
+                raise RecordError(f"record {header.version}: the row scales of {name} are damaged")
             index = projection_index(header.update, header.refresh_every)
             draw = Projection(header.seed, index, name, header.rank, width, header.distribution)
             updates[name] = Update(draw, header.update, q, s, header.rounding)

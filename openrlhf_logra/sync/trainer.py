@@ -48,6 +48,9 @@ class LograTrainerInitInfo(TrainerInitInfo):
         mode: "auto", "factor" or "dense".
         refresh_every: K of the projections.
         verify_every: compare digests every so many syncs.
+        targets: names of the parameters that updates change.
+        base_digests: digests of the model that the engines load by themselves, on the sender (`digests_of`), to find
+            what an engine has rearranged after loading.
         version: version that the trainer's weights have now.
         loaded_version: version of the weights that the engines loaded by themselves: 0 at the start of a run, None
             after a resume, when they hold the base model and the trainer does not.
@@ -57,6 +60,8 @@ class LograTrainerInitInfo(TrainerInitInfo):
     mode: str = "auto"
     refresh_every: int = 1
     verify_every: int = 10
+    targets: tuple[str, ...] = ()
+    base_digests: dict[str, int] | None = None
     version: int = 0
     loaded_version: int | None = 0
 
@@ -119,7 +124,9 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         self._version = init_info.version
         self._engine_versions: list[int | None] | None = None
         self._unknown: list[str] = []
-        self._targets: list[str] = []
+        self._rearranged: list[str] = []
+        self._workers = 0
+        self._targets = list(init_info.targets)
         self._syncs = 0
         self._failure: Exception | None = None
 
@@ -131,7 +138,6 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
     def push(self, updates: tuple[Update, ...], version: int) -> None:
         """Queue the update that made `version`. Gaussian updates cannot be repeated by an engine: they go dense."""
         self._version = version
-        self._targets = [update.projection.name for update in updates]
         if not self.is_sender or self._info.mode == "dense":
             return
         if updates[0].s is None:
@@ -149,6 +155,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             SyncError: an engine could not be repaired by a dense sync, or its digest still differs after one.
         """
         start = time.perf_counter()
+        self._failure = None
         plan = self._shared(self._plan)
         report = SyncReport(self._version, dense_bytes=self._dense_bytes, mode=plan.mode)
         if plan.mode == "none":
@@ -179,18 +186,20 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         if not self._queue or any(version != base for version in self._engine_versions):
             if self._info.loaded_version is None and self._syncs == 0:
                 print(f"[logra] resumed at version {self._version}: the first sync is dense", flush=True)
-            return _Plan("dense", True, engines, list(self._shapes))
+            return _Plan("dense", True, engines, self._sendable)
         verify = self._syncs % self._info.verify_every == 0
         return _Plan("factor", verify, engines, self._unknown)
 
     def _repair_plan(self) -> _Plan:
         stale = [i for i, version in enumerate(self._engine_versions) if version != self._version]
-        return _Plan("dense", True, stale, list(self._shapes))
+        return _Plan("dense", True, stale, self._sendable)
 
     def _initialise(self) -> None:
         """First contact: layouts of all workers; what some engine cannot patch is sent dense in every sync."""
         shapes = {name: list(shape) for name, shape in self._shapes.items()}
         answers = self.client.initialise({"shapes": shapes, "version": self._info.loaded_version or 0})
+        if not answers or not all(answers):
+            raise SyncError("no engine, or one without workers, answered")
         unknown: dict[str, str] = {}
         for engine, workers in enumerate(answers):
             if isinstance(workers, Exception):
@@ -209,13 +218,57 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                 + "; ".join(f"{name} ({reason})" for name, reason in unknown.items()),
                 flush=True,
             )
+        self._workers = max(len(workers) for workers in answers)
+        self._find_rearranged(len(answers))
         self._engine_versions = [self._info.loaded_version] * len(answers)
+
+    def _find_rearranged(self, engines: int) -> None:
+        """Engines still hold the model they loaded. What differs from it was rearranged after loading (experts packed
+        for a kernel, say): the loader's layout is not the runtime's, and a write would damage it."""
+        if self._info.base_digests is None:
+            return
+        different = set()
+        for engine, workers in self._ask(list(range(engines)), [], verify=True):
+            if isinstance(workers, Exception):
+                raise SyncError(f"engine {engine} did not say what it has loaded: {workers}")
+            for name, value in self._info.base_digests.items():
+                if name not in self._unknown and self._combined_digest(name, workers) != value:
+                    different.add(name)
+        trained = sorted(different & set(self._targets))
+        if trained:
+            raise SyncError(
+                f"the engine does not hold {trained[0]} ({len(trained)} targets in all) as its checkpoint does: it "
+                "loads another model, or rearranges the weight after loading; leave such modules out of "
+                "--logra.target_modules"
+            )
+        self._rearranged = sorted(different)
+        if different:
+            print(
+                f"[logra] {len(different)} frozen parameters are arranged differently in the engine, and left alone: "
+                + ", ".join(self._rearranged),
+                flush=True,
+            )
+
+    @property
+    def _unverified(self) -> set[str]:
+        return {*self._unknown, *self._rearranged}
+
+    @property
+    def _sendable(self) -> list[str]:
+        return [name for name in self._shapes if name not in self._rearranged]
+
+    def _ask(self, engines: list[int], records: list[bytes], verify: bool) -> list[tuple[int, list[dict] | Exception]]:
+        info = {"records": records, "verify": verify, "unpatched": self._unknown}
+        answers = self.client.sync(engines, info)
+        if len(answers) != len(engines):
+            raise SyncError(f"{len(answers)} answers came from {len(engines)} engines")
+        return list(zip(engines, answers))
 
     # ---- one attempt, on all ranks ----------------------------------------------------------------------------------
 
     def _attempt(self, plan: _Plan, report: SyncReport) -> str | None:
         """Send, check and verify; returns the first problem, the same on every rank."""
-        expected = self._digests() if plan.verify else {}
+        expected = digests_of(self._parameters) if plan.verify else {}
         problem = None
         for message in self._messages(plan, expected):
             problem = self._shared(partial(self._transmit, plan, message, expected, report))
@@ -264,23 +317,12 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             return b""
         return encode_dense(tensors, self._version, part, len(parts))
 
-    def _digests(self) -> dict[str, int]:
-        """Digest of every parameter at the trainer's version, complete on the sender."""
-        values = [digest(name, parameter) for name, parameter in self._parameters.items()]
-        if _several_ranks():
-            device = next(iter(self._parameters.values())).device
-            sums = torch.tensor([signed64(value) for value in values], dtype=torch.int64, device=device)
-            dist.all_reduce(sums)
-            values = [value & MASK64 for value in sums.tolist()]
-        return dict(zip(self._parameters, values))
-
     def _transmit(self, plan: _Plan, message: "_Message", expected: dict[str, int], report: SyncReport) -> str | None:
         if self._failure is not None:
             raise self._failure
         report.sync_bytes += sum(map(len, message.records))
-        update_info = {"records": message.records, "verify": plan.verify and message.last}
         problem = None
-        for engine, workers in zip(plan.engines, self.client.sync(plan.engines, update_info)):
+        for engine, workers in self._ask(plan.engines, message.records, plan.verify and message.last):
             fault = self._fault(workers, message)
             if not fault and message.last:
                 fault = self._mismatch(workers, expected, report)
@@ -295,6 +337,8 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         """Why an engine's answer is not the one that was due, or None."""
         if isinstance(workers, Exception):
             return f"{type(workers).__name__}: {workers}"
+        if len(workers) != self._workers:
+            return f"{len(workers)} of {self._workers} workers answered"
         for worker in workers:
             if worker["stale"] and message.last:
                 return worker["stale"]
@@ -306,22 +350,22 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
 
     def _mismatch(self, workers: list[dict], expected: dict[str, int], report: SyncReport) -> str | None:
         """The first parameter whose digest is not the trainer's, or None; `expected` is empty when not verified."""
-        for name, value in expected.items():
-            if name in self._unknown:
-                continue
+        compared = [name for name in expected if name not in self._unverified]
+        for name in compared:
+            value = expected[name]
             found = self._combined_digest(name, workers)
             if found != value:
                 report.digest_ok = False
                 shown = found if isinstance(found, str) else f"{found:016x}"
                 return f"digest of {name}: {shown}, the trainer's is {value:016x}"
-        if expected:
+        if compared:
             report.digest_ok = report.digest_ok is not False
             report.digest = self._total(expected)
         return None
 
     def _total(self, digests: dict[str, int]) -> int:
         """Digest of all parameters that are verified."""
-        return sum(value for name, value in digests.items() if name not in self._unknown) & MASK64
+        return sum(value for name, value in digests.items() if name not in self._unverified) & MASK64
 
     def _combined_digest(self, name: str, workers: list[dict]) -> int | str:
         """Sum over the workers' blocks, replicated ones counted once; a text where replicas differ or blocks lack."""
@@ -351,6 +395,17 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         if result[1] is not None:
             raise SyncError(f"LoGRA sync to version {self._version} failed on the sender: {result[1]}")
         return result[0]
+
+
+def digests_of(parameters: dict[str, torch.Tensor]) -> dict[str, int]:
+    """Digest of every parameter, complete on every rank. A collective over the trainer's ranks."""
+    values = [digest(name, parameter) for name, parameter in parameters.items()]
+    if _several_ranks():
+        device = next(iter(parameters.values())).device
+        sums = torch.tensor([signed64(value) for value in values], dtype=torch.int64, device=device)
+        dist.all_reduce(sums)
+        values = [value & MASK64 for value in sums.tolist()]
+    return dict(zip(parameters, values))
 
 
 def _several_ranks() -> bool:

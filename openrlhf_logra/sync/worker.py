@@ -41,10 +41,12 @@ class LograUpdateInfo(WeightTransferUpdateInfo):
     Attributes:
         records: encoded records in order.
         verify: whether to return digests of all weights afterwards.
+        unpatched: names that some worker cannot patch, so that all take them whole.
     """
 
     records: list[bytes] = field(default_factory=list)
     verify: bool = False
+    unpatched: list[str] = field(default_factory=list)
 
 
 class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateInfo]):
@@ -63,7 +65,8 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
         self._matrices = {name: matrix_shape(shape) for name, shape in self._shapes.items()}
         self.version = init_info.version
         self.stale: str | None = None
-        self._dense_parts = 0
+        self._dense_parts = 0  # parts of a dense sync that have come, and the version they carry
+        self._dense_version: int | None = None
 
     def describe_layout(self) -> dict:
         """Places in the checkpoint matrices that this worker holds, by name, and why it cannot patch the others."""
@@ -94,6 +97,8 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             [row, rows, column, columns, hexadecimal digest], when asked for and not stale)}.
         """
         applied = 0
+        for name in update_info.unpatched:
+            self._layout.pop(name, None)
         parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
             with torch.inference_mode():
@@ -133,13 +138,18 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
 
     def _apply_dense(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
         header = record.header
-        if header.part not in (0, self._dense_parts):
+        if header.part != 0 and (header.part, header.version) != (self._dense_parts, self._dense_version):
             raise RecordError(f"dense part {header.part} of {header.parts} came where {self._dense_parts} was due")
+        if header.kind != "dense" or not record.tensors:
+            raise RecordError(f"dense record of version {header.version}: is empty, or is of kind {header.kind}")
         reason = self.stale or f"the dense sync to version {header.version} did not finish"
-        self.stale, self._dense_parts = reason, 0
+        self.stale, self._dense_parts, self._dense_version = reason, 0, header.version
         for name, tensor in record.tensors.items():
-            if name not in self._shapes:
-                raise RecordError(f"dense record of version {header.version}: unknown parameter {name}")
+            if tuple(tensor.shape) != self._shapes.get(name) or tensor.dtype is not torch.bfloat16:
+                raise RecordError(
+                    f"dense record of version {header.version}: {name} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"expected bf16 {self._shapes.get(name)}"
+                )
             if name in self._layout:
                 matrix = tensor.view(self._matrices[name])
                 for block in self._layout[name]:

@@ -17,18 +17,19 @@ def restore_computed_buffers(model: nn.Module) -> tuple[list[str], list[str]]:
     """
     restored, unclear = [], []
     for path, module in model.named_modules():
-        names = [n for n in module._non_persistent_buffers_set if getattr(module, n).is_floating_point()]
+        held = {n: getattr(module, n) for n in module._non_persistent_buffers_set}
+        names = [n for n, buffer in held.items() if buffer is not None and buffer.is_floating_point()]
         config = getattr(module, "config", None)
         if not names or config is None or any(True for _ in module.parameters()):
             continue
         try:
             fresh = type(module)(config)
-        except TypeError:
-            unclear += [f"{path}.{n}" for n in names if getattr(module, n).dtype is torch.bfloat16]
+        except Exception:  # built from more than its config
+            unclear += [f"{path}.{n}" for n in names if held[n].dtype is torch.bfloat16]
             continue
         for name in names:
-            held, made = getattr(module, name), getattr(fresh, name)
-            if held.dtype != made.dtype or not torch.equal(held.cpu(), made):
-                setattr(module, name, made.to(held.device))
+            made = getattr(fresh, name)
+            if held[name].dtype != made.dtype or not torch.equal(held[name].cpu(), made):
+                setattr(module, name, made.to(held[name].device))
                 restored.append(f"{path}.{name}")
     return restored, unclear

@@ -47,6 +47,7 @@ def find_targets(model: nn.Module, names: tuple[str, ...]) -> list[Target]:
     linears = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     available = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in linears))
     matched: set[str] = set()
+    language = _language_model(model)
     for name in names:
         hits = [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
         others = [path for path in hits if path not in linears]
@@ -60,14 +61,29 @@ def find_targets(model: nn.Module, names: tuple[str, ...]) -> list[Target]:
                 f"--logra.target_modules {name} matches {others[0]}, which is {kind} and not nn.Linear; "
                 f"the model's linear modules are: {available}"
             )
-        matched.update(hits)
+        matched.update([path for path in hits if path.startswith(language)] or hits)
     targets = [
         Target(f"{path}.weight", module, *full_shape(module.weight))
         for path, module in linears.items()
         if path in matched
     ]
     _refuse_shared(model, targets)
+    for target in targets:
+        if type(target.module).forward is not nn.Linear.forward or "forward" in vars(target.module):
+            raise ConfigError(
+                f"--logra.target_modules: {target.name} belongs to a {type(target.module).__name__} with a forward of "
+                "its own, which a sketch would bypass; leave it out"
+            )
     return targets
+
+
+def _language_model(model: nn.Module) -> str:
+    """Prefix of the subtree that holds the input embeddings: in a vision-language model, not the tower. Names that
+    occur in it mean the modules in it alone."""
+    embeddings = model.get_input_embeddings()
+    path = next(path for path, module in model.named_modules() if module is embeddings)
+    parent = path.rpartition(".")[0]
+    return f"{parent}." if parent else ""
 
 
 def _refuse_shared(model: nn.Module, targets: list[Target]) -> None:

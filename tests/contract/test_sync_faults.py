@@ -7,7 +7,7 @@ from runtime import SHAPES, Client, Engine, Runtime
 from openrlhf_logra.math.exact import Update, apply_block, quantize
 from openrlhf_logra.math.projection import Projection
 from openrlhf_logra.sync import worker as worker_module
-from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncError
+from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncError, digests_of
 
 TARGETS = [name for name in SHAPES if name.endswith("_proj.weight")]
 
@@ -19,7 +19,8 @@ class Trainer:
         self.client = client
         for engine in client.engines:
             engine.load(self.weights)
-        info = LograTrainerInitInfo(rank=0, **{"verify_every": 1, **settings})
+        settings.setdefault("base_digests", digests_of(self.weights) if settings.pop("compare", True) else None)
+        info = LograTrainerInitInfo(rank=0, targets=tuple(TARGETS), **{"verify_every": 1, **settings})
         self.sender = LograTrainerEngine.trainer_init(info, client=client, source=self.weights)
         self.version = 0
 
@@ -210,6 +211,106 @@ def test_what_cannot_be_learnt_goes_dense_and_is_named_once(capsys):
     assert torch.equal(worker.model.layers[0].qkv, expected.layers[0].qkv)
 
 
+class Packed(Runtime):
+    """Rearranges some parameters after loading, as fused kernels want them: same shape, other rows."""
+
+    packed = ("norm",)
+
+    def pack(self):
+        for name in self.packed:
+            parameter = getattr(self.layers[0], name)
+            parameter.data.copy_(parameter.data.flip(0))
+
+
+def packed_trainer(names):
+    model = type("Packed", (Packed,), {"packed": names})
+    trainer = Trainer(Client([Engine(model=model)]), mode="factor")
+    for worker in trainer.client.engines[0].workers:
+        worker.model.pack()
+    return trainer
+
+
+def test_a_frozen_parameter_that_the_engine_rearranged_is_left_alone(capsys):
+    trainer = packed_trainer(("norm",))
+    (worker,) = trainer.client.engines[0].workers
+    before = worker.model.layers[0].norm.clone()
+    trainer.update()
+    assert trainer.sender.send_weights().digest_ok
+    trainer.update()
+    trainer.client.faults[1] = lambda index, engine, info: half(1, engine, info)
+    assert trainer.sender.send_weights().mode == "dense"
+    assert torch.equal(worker.model.layers[0].norm, before)
+    assert "left alone: layers.0.norm.weight" in capsys.readouterr().out
+
+
+def test_a_target_that_the_engine_rearranged_stops_the_run():
+    trainer = packed_trainer(("qkv",))
+    trainer.update()
+    with pytest.raises(SyncError, match=r"does not hold layers\.0\.k_proj\.weight"):
+        trainer.sender.send_weights()
+
+
+class HalfFloat(Runtime):
+    """The bias of q lives in float32: it cannot be patched; nothing else is touched by that."""
+
+    def __init__(self, rank=0, world=1):
+        super().__init__(rank, world)
+        self.layers[0].qkv_bias.data = self.layers[0].qkv_bias.data.float()
+
+
+def test_a_parameter_of_another_dtype_is_loaded_whole_and_not_verified():
+    trainer = Trainer(Client([Engine(model=HalfFloat)]), mode="factor")
+    for _ in range(2):
+        trainer.update()
+        assert trainer.sender.send_weights().digest_ok
+    (worker,) = trainer.client.engines[0].workers
+    assert torch.equal(worker.model.layers[0].qkv_bias, trainer.weights["layers.0.q_proj.bias"].float())
+
+
+def test_half_a_matrix_that_can_be_patched_is_not_patched_at_all():
+    """Worker 1 of 2 cannot patch its part of q: both take it whole."""
+
+    class Mixed(Engine):
+        def __init__(self):
+            super().__init__(2)
+            odd = self.workers[1].model.layers[0]
+            odd.o.data = odd.o.data.t().contiguous().t()  # not contiguous
+
+    trainer = Trainer(Client([Mixed()]), mode="factor")
+    trainer.update(2)
+    trainer.sender.send_weights()
+    assert trainer.sender._unknown == ["layers.0.o_proj.weight"] and held_equals(trainer)
+
+
+def test_nothing_compared_is_not_called_ok():
+    class Float(Runtime):
+        def __init__(self, rank=0, world=1):
+            super().__init__(rank, world)
+            for parameter in self.parameters():
+                parameter.data = parameter.data.float()
+
+    trainer = Trainer(Client([Engine(model=Float)]))
+    trainer.update()
+    report = trainer.sender.send_weights()
+    assert report.digest_ok is None and report.digest is None
+
+
+def test_missing_answers_are_no_success():
+    trainer = Trainer(Client([Engine(), Engine()]))
+    trainer.update()
+    trainer.sender.send_weights()
+    stock = trainer.client.sync
+    trainer.update()
+    trainer.client.sync = lambda engines, info: stock(engines, info)[:1]
+    with pytest.raises(SyncError, match="1 answers came from 2 engines"):
+        trainer.sender.send_weights()
+    trainer.client.sync = lambda engines, info: [[] for _ in engines]
+    with pytest.raises(SyncError, match="0 of 1 workers answered"):
+        trainer.sender.send_weights()
+    trainer.client.sync = stock
+    assert trainer.sender.send_weights().digest_ok and held_equals(trainer)
+
+
 class Refusing(Runtime):
     def load_weights(self, weights):
         if len(weights := dict(weights)) < len(SHAPES):
@@ -227,10 +328,12 @@ def test_a_loader_that_fails_is_said_with_its_reason(capsys):
 
 def test_resume_then_factors():
     """The first sync is dense at the trainer's own version; OpenRLHF makes it before any update."""
-    trainer = Trainer(Client([Engine(), Engine()]), version=6, loaded_version=None, mode="factor")
+    base = {name: torch.zeros(shape).bfloat16() for name, shape in SHAPES.items()}
+    settings = {"version": 6, "loaded_version": None, "base_digests": digests_of(base)}
+    trainer = Trainer(Client([Engine(), Engine()]), mode="factor", **settings)
     trainer.version = 6
     for engine in trainer.client.engines:
-        engine.load({name: torch.zeros(shape) for name, shape in SHAPES.items()})  # the base model
+        engine.load(base)
     report = trainer.sender.send_weights()
     assert report.mode == "dense" and report.version == 6 and report.digest_ok and held_equals(trainer)
     trainer.update()

@@ -72,6 +72,7 @@ class Trainer:
         self.sender = LograTrainerEngine.trainer_init(
             LograTrainerInitInfo(
                 rank=0,
+                targets=tuple(target.name for target in self.strategy.targets),
                 mode=mode,
                 refresh_every=config.refresh_every,
                 verify_every=verify_every,

@@ -168,6 +168,20 @@ def test_storage_does_not_move_and_strides_are_kept():
     assert base.data_ptr() == pointer and torch.equal(bits(base[8:40, 16:80]), bits(expected))
 
 
+@pytest.mark.parametrize("r", [1, 2])
+def test_zero_and_minus_zero_do_not_depend_on_the_sharding(r):
+    weight = torch.zeros(48, 10, dtype=torch.bfloat16)
+    weight[::2] = -0.0
+    update = make_update(48, 10, r)
+    update.q.zero_()
+    whole, parts = weight.clone(), weight.clone()
+    apply_block(whole, update)
+    for row in range(48):
+        apply_block(parts[row : row + 1, :3], update, row, 0)
+        apply_block(parts[row : row + 1, 3:], update, row, 3)
+    assert torch.equal(bits(whole), bits(parts))
+
+
 def test_a_zero_row_keeps_its_bits():
     coefficients = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)) * 1e-2
     coefficients[4] = 0

@@ -227,6 +227,26 @@ def test_gram_norm_equals_the_dense_norm():
     assert squared_norm_of_product(u, a) == pytest.approx(float((u @ a).square().sum()), rel=1e-5)
 
 
+def test_a_weight_that_is_not_finite_skips_the_update():
+    model, _, strategy = build(torch.bfloat16)
+    with torch.no_grad():
+        strategy.targets[1].weight[0, 0] = float("inf")
+    loss_of(model, batch()).backward()
+    for sink in strategy._sinks:
+        sink.value.nan_to_num_(0.0, 0.0, 0.0)
+    assert strategy.step(1.0, 1.0).skipped and strategy.version == 0
+
+
+def test_damaged_moments_are_refused():
+    _, _, strategy = build(optimizer="row_adam")
+    state = copy.deepcopy(strategy.state_dict())
+    name = strategy.targets[0].name
+    for damaged in (torch.full_like(state["directions"][name]["v"], float("nan")), torch.ones(1)):
+        state["directions"][name]["v"] = damaged
+        with pytest.raises(ValueError, match="moment v is damaged"):
+            strategy.load_state_dict(state)
+
+
 def test_zero_gradients_step_nowhere():
     model, _, strategy = build(torch.bfloat16)
     before = weights(strategy)
