@@ -26,22 +26,29 @@ def _watch(name: str, before: Callable[[], None] | None = None, after: Callable[
 class _Watcher(importlib.abc.MetaPathFinder):
     def __init__(self, name, before, after):
         self._name, self._before, self._after = name, before, after
-        self._done = False
+        self._done = self._looking = False
 
     def find_spec(self, name, path=None, target=None):
-        if name != self._name or self._done:
+        if name != self._name or self._done or self._looking:
             return None
-        self._done = True
         if self._before:
+            self._done = True
             self._before()
             return None
-        spec = importlib.util.find_spec(name)
+        # Others look a module up without importing it (transformers does, for DeepSpeed): only its execution counts.
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module):
                 execute(module)
-                self._after()
+                if not self._done:
+                    self._done = True
+                    self._after()
 
             spec.loader.exec_module = exec_module
         return spec

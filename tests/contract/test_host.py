@@ -2,6 +2,8 @@
 
 import ast
 import inspect
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -167,6 +169,19 @@ def test_deepspeed_parameter_attributes():
     source = inspect.getsource(partition)
     for name in ("ds_tensor", "ds_shape", "ds_numel", "ds_process_group"):
         assert f"param.{name}" in source
+
+
+def test_a_ray_worker_waits_for_every_gather():
+    """The stand-in that keeps ZeRO-3 from corrupting a parameter at load, in the order a Ray worker imports things."""
+    code = (
+        "from openrlhf_logra.host import ray_worker\n"
+        "ray_worker.setup()\n"
+        "import openrlhf_logra.host.actors\n"
+        "import deepspeed.runtime.zero.partition_parameters as partition\n"
+        "print(hasattr(partition.dist.all_gather_into_tensor, '__wrapped__'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "True", done.stderr[-2000:]
 
 
 def test_extra_plugin_registration_is_idempotent(monkeypatch):
