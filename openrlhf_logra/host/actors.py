@@ -160,7 +160,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
 
     def __init__(self, strategy, actor, *args, **kwargs):
         super().__init__(strategy, actor, *args, **kwargs)
-        config = from_hierarchy(strategy.args.logra)
+        config = strategy.logra.config
         self.sync_report = None
         self._sync = LograTrainerEngine.trainer_init(
             LograTrainerInitInfo(

@@ -26,6 +26,11 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return (rows, shape[-1]) if len(shape) > 1 else (rows if not shape else shape[0], 1)
 
 
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor under the two dimensions of `matrix_shape`, as a view."""
+    return tensor.view(matrix_shape(tuple(tensor.shape)))
+
+
 def digest_block(block: torch.Tensor, name: str, width: int, row0: int = 0, col0: int = 0) -> int:
     """Digest of W[row0:row0 + n, col0:col0 + m], addressed within the Hugging Face matrix of `width` columns.
 

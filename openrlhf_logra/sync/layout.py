@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..math.digest import matrix_shape
+from ..math.digest import as_matrix, matrix_shape
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 
@@ -36,12 +36,7 @@ class Block:
 
     def view(self, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         """The block as a two-dimensional view of the runtime parameter's storage."""
-        return rows_view(parameters[self.parameter])[self.row0 : self.row0 + self.rows]
-
-
-def rows_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as the matrix of `matrix_shape`."""
-    return tensor.view(matrix_shape(tuple(tensor.shape)))
+        return as_matrix(parameters[self.parameter])[self.row0 : self.row0 + self.rows]
 
 
 def discover_layout(
@@ -130,7 +125,7 @@ def _blocks_of(
     """Runs of rows in one runtime parameter, and the names that sit in it in any other arrangement."""
     names = list(shapes)
     bounds = torch.tensor([offsets[name] for name in names], dtype=torch.int64)
-    index = rows_view(scratch).to(torch.int64)
+    index = as_matrix(scratch).to(torch.int64)
     rows, cols = index.shape
     regular = (index == index[:, :1] + torch.arange(cols)).all(1) & (index[:, 0] > 0)
     odd = index[~regular]

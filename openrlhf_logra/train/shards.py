@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..math.digest import digest_block, digest_flat, matrix_shape
+from ..math.digest import as_matrix, digest_block, digest_flat
 from ..math.exact import Update, apply_block, apply_flat
 from .targets import full_shape
 
@@ -66,12 +66,8 @@ def digest(name: str, parameter: torch.Tensor) -> int:
         return digest_flat(parameter.ds_tensor.data, name, _partition_start(parameter), parameter.ds_numel)
     if dist.is_initialized() and dist.get_rank() != 0:
         return 0
-    return digest_block(as_matrix(parameter.data), name, as_matrix(parameter.data).shape[1])
-
-
-def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor under the two dimensions that digests and records address it by."""
-    return tensor.reshape(matrix_shape(tuple(tensor.shape)))
+    matrix = as_matrix(parameter.data)
+    return digest_block(matrix, name, matrix.shape[1])
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from openrlhf.models import Actor  # noqa: E402
 
 from openrlhf_logra.config import add_flags  # noqa: E402
 from openrlhf_logra.host import actors  # noqa: E402
-from openrlhf_logra.math.digest import digest_block  # noqa: E402
-from openrlhf_logra.train.shards import as_matrix, digest, gathered  # noqa: E402
+from openrlhf_logra.math.digest import as_matrix, digest_block  # noqa: E402
+from openrlhf_logra.train.shards import digest, gathered  # noqa: E402
 
 
 def host_arguments(config: dict) -> SimpleNamespace:

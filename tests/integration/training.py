@@ -13,8 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from openrlhf_logra.math.digest import digest_block
-from openrlhf_logra.train.shards import as_matrix
+from openrlhf_logra.math.digest import as_matrix, digest_block
 
 HERE = Path(__file__).parent
 MARK = "LOGRA_TEST_RUN"
