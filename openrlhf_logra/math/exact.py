@@ -10,6 +10,7 @@ No intermediate of the size of W is formed: work proceeds in tiles of rows.
 """
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -85,6 +86,18 @@ def apply_block(weight: torch.Tensor, update: Update, row0: int = 0, col0: int =
     _check(weight, update, row0, rows, col0, cols)
     if rows == 0 or cols == 0:
         return
+    # The same bits in one pass over W, for integer factors. A machine without a GPU neither needs nor imports it.
+    if weight.is_cuda and update.s is not None and find_spec("triton") is not None:
+        from ..kernels.apply import apply_block as twin
+
+        twin(weight, update, row0, col0)
+    else:
+        apply_tiles(weight, update, row0, col0)
+
+
+def apply_tiles(weight: torch.Tensor, update: Update, row0: int, col0: int) -> None:
+    """What `apply_block` does, in torch operations on tiles of rows: on any device, and the twin's reference."""
+    rows, cols = weight.shape
     update = update.to(weight.device)
     signs = update.projection.block(cols=slice(col0, col0 + cols), device=weight.device)
     for start in range(0, rows, step := _tile_rows(rows, cols)):

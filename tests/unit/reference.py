@@ -32,6 +32,12 @@ def rademacher(key: int, rank: int, width: int) -> np.ndarray:
     return signs
 
 
+def column(key: int, rank: int, j: int) -> list[int]:
+    """R[:, j] alone."""
+    words = (philox(key, (j // 128, i, 0, 0))[j % 128 // 32] for i in range(rank))
+    return [1 - 2 * ((word >> (j % 32)) & 1) for word in words]
+
+
 def dither(key: int, index: int) -> int:
     word = philox(key, ((index // 8) & 0xFFFFFFFF, index // 8 >> 32, 0, 0))[index % 8 // 2]
     return word >> 16 if index % 2 else word & 0xFFFF
@@ -48,6 +54,21 @@ def apply(weight: np.ndarray, q: np.ndarray, s: np.ndarray, signs: np.ndarray, d
     rows, cols = weight.shape
     noise = np.array([dither(dither_key, i) for i in range(rows * cols)], dtype=np.uint32).reshape(rows, cols)
     return ((y.view(np.uint32) + noise) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def apply_element(weight: float, q: list[int], s: float, signs: list[int], noise: int | None) -> float:
+    """W'_ij from W_ij, q_i, s_i and R[:, j]; noise None rounds to the nearest bf16 number, of two to the even one."""
+    product = sum(a * b for a, b in zip(q, signs))
+    y = np.float32(weight) - np.float32(s) * np.float32(product)
+    bits = int(y.view(np.uint32))
+    floor = bits & 0xFFFF0000
+    if noise is not None:
+        result = (bits + noise) & 0xFFFF0000
+    else:
+        down, up = (float(np.uint32(b).view(np.float32)) for b in (floor, floor + 0x10000))
+        below, above = abs(float(y) - down), abs(up - float(y))
+        result = floor if below < above or (below == above and floor >> 16 & 1 == 0) else floor + 0x10000
+    return float(np.uint32(result).view(np.float32))
 
 
 def mix64(x: int) -> int:

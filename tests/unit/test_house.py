@@ -25,7 +25,8 @@ def imports(path: Path) -> set[str]:
 def test_the_mathematics_knows_no_host():
     for path in (PACKAGE / "math").glob("*.py"):
         assert not imports(path) & HOST, path
-        assert not any(name.startswith("..") for name in imports(path)), f"{path} imports what is above it"
+        above = {name for name in imports(path) if name.startswith("..")} - {"..kernels"}  # its twins, on a GPU only
+        assert not above, f"{path} imports what is above it"
 
 
 def test_only_the_host_folder_names_openrlhf_and_ray():
