@@ -15,7 +15,7 @@ from .math.projection import DISTRIBUTIONS
 from .strategies import strategy_names
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SYNC_MODES = ("auto", "factor", "dense")
+SYNC_MODES = ("auto", "factor", "sparse", "dense")
 
 
 class ConfigError(ValueError):
@@ -38,7 +38,11 @@ class LograConfig:
 
     enable: bool = _flag("enable", False, "Train with LoGRA. Without this flag nothing of the host changes.")
     method: str = _flag(
-        "method", "logra", "Registered strategy that turns gradients into updates.", choices=strategy_names
+        "method",
+        "logra",
+        "Registered strategy that turns gradients into updates: logra, or dense (OpenRLHF's own AdamW on all "
+        "parameters, with the lossless sync; only the --logra.sync flags matter to it).",
+        choices=strategy_names,
     )
     rank: int = _flag("rank", 256, "Rank r of every target's sketch.")
     seed: int = _flag("seed", 42, "Seed of the projections and of the rounding dither; any integer.")
@@ -71,12 +75,21 @@ class LograConfig:
     sync_mode: str = _flag(
         "sync.mode",
         "auto",
-        "What is sent to the rollout engines: factor (seed and factors), dense (all values), or auto: factors where "
-        "they are exact and smaller. Repairs and the first sync after a resume are always dense.",
+        "What is sent to the rollout engines: factor (seed and factors), sparse (the elements whose bits changed; "
+        "needs a copy of the trained weights in host memory), dense (all values), or auto: where updates can be "
+        "repeated exactly, for each parameter the smaller of factors and all values, else sparse. Repairs and the "
+        "first sync after a resume are always dense.",
         choices=SYNC_MODES,
     )
     sync_verify_every: int = _flag(
         "sync.verify_every", 10, "Compare engine and trainer digests every N syncs (the first one always)."
+    )
+    sync_log_dir: str | None = _flag(
+        "sync.log_dir",
+        None,
+        "Keep every record in this directory (of the machine of trainer rank 0), for `openrlhf-logra replay` and "
+        "`verify`.",
+        type=str,
     )
     eval_at_start: bool = _flag(
         "eval_at_start", False, "Run the host's evaluation once before the first step (synchronous training)."
@@ -107,6 +120,10 @@ class LograConfig:
         _require(0 < self.eps < math.inf, "eps", self.eps, "a positive number")
         _require(0 < self.update_ratio <= 1, "update_ratio", self.update_ratio, "a number in (0, 1]")
         _require(self.sync_verify_every >= 1, "sync.verify_every", self.sync_verify_every, "an integer of at least 1")
+        if self.method == "dense" and self.sync_mode == "factor":
+            raise ConfigError(
+                "--logra.sync.mode factor: --logra.method dense makes no factors; use auto, sparse or dense"
+            )
         if self.distribution == "gaussian" and self.sync_mode == "factor":
             raise ConfigError(
                 "--logra.sync.mode factor needs --logra.distribution rademacher: a Gaussian update is not an integer "

@@ -22,17 +22,15 @@ def run(args: argparse.Namespace) -> int:
     """Print the coverage table. Returns 2 after one line on stderr when model or flags cannot work."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from openrlhf_logra.host.models import load_skeleton
-    from openrlhf_logra.train.coverage import measure, render
-    from openrlhf_logra.train.targets import check_rank, find_targets
+    from openrlhf_logra.strategies import strategy_class
+    from openrlhf_logra.train.coverage import render
 
     try:
         config = from_flat(args)
         config.validate()
-        model = load_skeleton(args.model, flag="--model")
-        targets = find_targets(model, config.target_modules)
-        check_rank(config.rank, targets)
+        strategy = strategy_class(config.method)(config, load_skeleton(args.model, flag="--model"))
     except ConfigError as error:
         print(f"openrlhf-logra describe: {error}", file=sys.stderr)
         return 2
-    print(render(measure(model, targets, config)))
+    print(render(strategy.coverage()))
     return 0

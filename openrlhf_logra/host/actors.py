@@ -7,6 +7,7 @@ imports this module; the driver decorates them (host/plugin.py).
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import ray
@@ -16,19 +17,23 @@ from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 from openrlhf.trainer.ray import ppo_actor, vllm_engine
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.utils import get_strategy as get_stock_strategy
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from .. import __version__
 from ..config import from_hierarchy
 from ..strategies import strategy_class
-from ..strategies.logra import ANCHOR, LograStrategy, StepOutcome
+from ..strategies.base import StepOutcome, Strategy
 from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncReport, digests_of
+from ..sync.transport import Channel, send
 from ..train.buffers import restore_computed_buffers
 from ..train.coverage import human_bytes, render
 from . import cpu
 from .vllm_plugin import ENABLED
 
 _CHECKPOINT_KEY = "logra"
-_REPAIR_SECONDS = 600
+_SYNC_CHECKPOINT_KEY = "logra_sync"
+_REPAIR_SECONDS = 600  # how long a request waits for the sync that its engine needs
+_ANSWER_SECONDS = 600  # how long the trainer waits for an engine, and for one to be started again
 _COPIED_TO_RAY_WORKERS = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
@@ -54,14 +59,15 @@ def get_strategy(args) -> "LograDeepspeedStrategy":
 class LograDeepspeedStrategy(DeepspeedStrategy):
     """Only the policy in training is treated differently; critic, reward and reference models take the stock path."""
 
-    logra: LograStrategy | None = None
+    logra: Strategy | None = None
 
     def _ds_init_train_model(self, model, cfg: dict):
         if not isinstance(model, Actor):
             return super()._ds_init_train_model(model, cfg)
         config = from_hierarchy(self.args.logra)
         self.logra = strategy_class(config.method)(config, model.model)
-        self.coverage = self.logra.attach()
+        self.coverage = self.logra.coverage()
+        self.logra.attach()
         self.print("[logra] coverage\n" + render(self.coverage))
         restored, unclear = restore_computed_buffers(model.model)
         if restored:
@@ -72,16 +78,13 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)
         self.logra.bind(self._policy_engine.device)
-        self.base_digests = digests_of(self.synced_parameters())  # before a checkpoint is loaded, as the engines are
+        self.base_digests = digests_of(self.logra.parameters())  # before a checkpoint is loaded, as the engines are
         self.outcomes: list[StepOutcome] = []
         self.resumed = False
+        self.sync_state: Callable[[], dict] = dict  # the sync's own state, once there is one
+        self.loaded_sync_state: dict | None = None
         self.on_update = lambda updates, version: None
         return prepared
-
-    def synced_parameters(self) -> dict[str, torch.Tensor]:
-        """Parameters of the stock model by name."""
-        named = self._policy_engine.module.named_parameters()
-        return {name: parameter for name, parameter in named if not name.endswith(f".{ANCHOR}")}
 
     def get_ds_train_config(self, *args, **kwargs):
         config = super().get_ds_train_config(*args, **kwargs)
@@ -109,13 +112,14 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
 
     def get_grad_norm(self, model) -> float:
         engine = model.model if isinstance(model, Actor) else model
-        if self.logra is None or engine is not self._policy_engine or not self.outcomes:
-            return super().get_grad_norm(model)
-        return self.outcomes[-1].grad_norm
+        ours = self.logra is not None and engine is self._policy_engine and self.outcomes
+        norm = self.outcomes[-1].grad_norm if ours else None
+        return super().get_grad_norm(model) if norm is None else norm
 
     def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, **kwargs):
         if self.logra is not None and model is self._policy_engine:
-            client_state = {**(client_state or {}), _CHECKPOINT_KEY: self.logra.state_dict()}
+            ours = {_CHECKPOINT_KEY: self.logra.state_dict(), _SYNC_CHECKPOINT_KEY: self.sync_state()}
+            client_state = {**(client_state or {}), **ours}
         return super().save_ckpt(model, save_dir, tag, max_num, max_mem, client_state, **kwargs)
 
     def load_ckpt(self, model, load_dir, *args, **kwargs):
@@ -124,6 +128,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             self.resumed = True
             if _CHECKPOINT_KEY in states:
                 self.logra.load_state_dict(states.pop(_CHECKPOINT_KEY))
+            self.loaded_sync_state = states.pop(_SYNC_CHECKPOINT_KEY, None) or None
         return path, states
 
 
@@ -131,27 +136,51 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
 
 
 class RayEngines:
-    """Our `SyncClient` over OpenRLHF's rollout actors: the payload goes to Ray's object store once."""
+    """Our `SyncClient` over OpenRLHF's rollout actors.
 
-    def __init__(self, engines: list):
-        self._engines = engines
+    The payload goes to Ray's object store once; with a `channel` (a process group with all workers of all engines) it
+    is broadcast there once instead, as one flat buffer.
+    """
 
-    def initialise(self, init_info: dict) -> list:
-        return self._call(range(len(self._engines)), "logra_initialise", init_info)
+    def __init__(self, engines: list, channel: Channel | None = None, seconds: float = _ANSWER_SECONDS):
+        self._engines, self._channel, self._seconds = engines, channel, seconds
+
+    def count(self) -> int:
+        return len(self._engines)
+
+    def initialise(self, engines: list[int], init_info: dict) -> list:
+        deadline = time.monotonic() + self._seconds
+        answers = self._call(engines, "logra_initialise", init_info, deadline)
+        # An actor that Ray is starting again refuses calls until it is there.
+        starting = ray.exceptions.ActorUnavailableError
+        while any(isinstance(answer, starting) for answer in answers) and time.monotonic() < deadline:
+            time.sleep(1)
+            answers = self._call(engines, "logra_initialise", init_info, deadline)
+        return answers
 
     def sync(self, engines: list[int], update_info: dict) -> list:
-        return self._call(engines, "logra_sync", update_info)
+        deadline = time.monotonic() + self._seconds
+        records = update_info.get("records")
+        # A broadcast needs everyone: the repair of some engines goes through the object store.
+        if self._channel is None or not records or len(engines) < len(self._engines):
+            return self._call(engines, "logra_sync", update_info, deadline)
+        info = {**update_info, "records": [], "sizes": [len(record) for record in records]}
+        references = self._submit(engines, "logra_sync", info)
+        send(self._channel, records, torch.cuda.current_device())
+        return [_result(reference, deadline) for reference in references]
 
-    def _call(self, engines, method: str, argument: dict) -> list:
+    def _call(self, engines: list[int], method: str, argument: dict, deadline: float) -> list:
+        return [_result(reference, deadline) for reference in self._submit(engines, method, argument)]
+
+    def _submit(self, engines: list[int], method: str, argument: dict) -> list:
         shared = ray.put(argument)
-        references = [getattr(self._engines[i], method).remote(shared) for i in engines]
-        return [_result(reference) for reference in references]
+        return [getattr(self._engines[i], method).remote(shared) for i in engines]
 
 
-def _result(reference):
+def _result(reference, deadline: float):
     try:
-        return ray.get(reference)
-    except ray.exceptions.RayError as error:
+        return ray.get(reference, timeout=max(0.0, deadline - time.monotonic()))
+    except ray.exceptions.RayError as error:  # a dead actor, an exception in it, no answer in time
         return error
 
 
@@ -166,20 +195,27 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
             LograTrainerInitInfo(
                 rank=torch.distributed.get_rank(),
                 mode=config.sync_mode,
+                exact_updates=strategy.logra.exact_updates,
                 refresh_every=config.refresh_every,
                 verify_every=config.sync_verify_every,
-                targets=tuple(target.name for target in strategy.logra.targets),
+                log_dir=config.sync_log_dir,
+                trained=strategy.logra.trained,
                 base_digests=strategy.base_digests,
                 version=strategy.logra.version,
                 loaded_version=None if strategy.resumed else 0,
+                state=strategy.loaded_sync_state,
             ),
-            client=RayEngines(self.vllm_engines),
-            source=strategy.synced_parameters(),
+            client=RayEngines(self.vllm_engines, getattr(self, "_model_update_group", None)),
+            source=strategy.logra.parameters(),
         )
         strategy.on_update = self._sync.push
+        strategy.sync_state = self._sync.state_dict
 
     def _init_vllm_sync_group(self, backend: str) -> None:
-        """No process group with the engines: records travel by Ray."""
+        """Called by the stock class where trainer and engines do not share GPUs. One group with NCCL, as stock has it;
+        otherwise none: records travel by Ray."""
+        if backend == "nccl" and cpu.has_gpu() and not self.strategy.args.vllm.sync_with_ray:
+            super()._init_vllm_sync_group(backend)
 
     def ppo_train(self, kl_ctl: float) -> dict:
         self.strategy.outcomes.clear()
@@ -196,13 +232,15 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
         metrics = {
             "logra/skipped": float(len(outcomes) - len(applied)),
             "logra/version": float(outcomes[-1].version),
-            "logra/state_bytes": float(self.strategy.logra.state_bytes),
             "logra/dense_state_bytes": float(self.strategy.coverage.dense_adam),
             "timing/logra_update": sum(outcome.seconds for outcome in outcomes),
         }
+        if self.strategy.logra.state_bytes is not None:
+            metrics["logra/state_bytes"] = float(self.strategy.logra.state_bytes + self._sync.state_bytes)
         for name in ("alpha", "sketch_norm", "update_ratio"):
-            if applied:
-                metrics[f"logra/{name}"] = sum(getattr(outcome, name) for outcome in applied) / len(applied)
+            values = [getattr(outcome, name) for outcome in applied if getattr(outcome, name) is not None]
+            if values:
+                metrics[f"logra/{name}"] = sum(values) / len(values)
         return metrics
 
     def broadcast_to_vllm(self) -> None:
@@ -240,31 +278,55 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
         os.environ[_COPIED_TO_RAY_WORKERS] = ",".join(filter(None, (copied, ENABLED)))
         self._stale: str | None = None
         self._known_version = asyncio.Event()
-        self._known_version.set()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            self._stale = "it was started again, with the base model"
+        else:
+            self._known_version.set()
         kwargs["weight_transfer_config"] = {"backend": "logra"}
         kwargs["worker_extension_cls"] = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
         if not cpu.has_gpu():
             kwargs["distributed_executor_backend"] = cpu.EXECUTORS[kwargs["distributed_executor_backend"]]
+            if kwargs["tensor_parallel_size"] > 1:
+                cpu.give_each_worker_a_core(kwargs["tensor_parallel_size"])
         await super().__init__(*args, **kwargs)
 
     async def logra_initialise(self, init_info: dict) -> list[dict]:
         """Layouts of all workers (`LograWeightTransferEngine.describe_layout`)."""
-        return await self.llm.collective_rpc("logra_initialise", args=(init_info,))
+        if init_info["version"] is None:
+            self._close("its weights are no version of this run")
+        return await self._on_workers("logra_initialise", init_info)
 
     async def logra_sync(self, update_info: dict) -> list[dict]:
-        """Apply records on all workers; their reports. The engine generates again once no worker is stale."""
-        self._known_version.clear()
-        self._stale = "a sync did not finish"
-        reports = await self.llm.collective_rpc("logra_sync", args=(update_info,))
+        """Apply the records of one message on all workers; their reports. The engine generates again once a sync has
+        ended and no worker is stale."""
+        asks_only = not (update_info.get("records") or update_info.get("sizes"))
+        if not asks_only:
+            self._close("a sync did not finish")
+        reports = await self._on_workers("logra_sync", update_info)
+        if asks_only or not update_info["last"]:
+            return reports
         stale = next((report["stale"] for report in reports if report["stale"]), None)
         if stale is None and self.kwargs.get("enable_prefix_caching"):
-            if not await self.llm.reset_prefix_cache():
-                stale = "vLLM refused to reset its prefix cache: requests are still running"
+            # Requests that a partial rollout keeps hold blocks of the old weights: they start again from their tokens.
+            if not await self.llm.reset_prefix_cache(reset_running_requests=True):
+                stale = "vLLM refused to reset its prefix cache"
                 reports = [{**report, "stale": stale} for report in reports]
         self._stale = stale
         if stale is None:
             self._known_version.set()
         return reports
+
+    def _close(self, reason: str) -> None:
+        self._known_version.clear()
+        self._stale = reason
+
+    async def _on_workers(self, method: str, argument: dict) -> list[dict]:
+        try:
+            return await self.llm.collective_rpc(method, args=(argument,))
+        except EngineDeadError:
+            # Nothing brings an engine core back but a new actor: leave, so that Ray starts one.
+            print("[logra] the engine core died; this rollout actor ends, to be started again", flush=True)
+            os._exit(1)
 
     async def generate(self, *args, **kwargs):
         # Requests that arrive during a sync wait for its end; those at a stale engine, for its repair.

@@ -202,6 +202,14 @@ def _wait_for_every_gather() -> None:
 EXECUTORS = {"ray": "mp", "uni": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
 
 
+def give_each_worker_a_core(workers: int) -> None:
+    """vLLM gives every worker of a tensor-parallel engine a NUMA node of its own, of which one machine may have too
+    few."""
+    cores = sorted(os.sched_getaffinity(0))
+    binding = "|".join(str(cores[worker % len(cores)]) for worker in range(workers))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+
+
 def keep_vllm_weights() -> None:
     """Let vLLM compute with `layer.weight` itself: its CPU dispatch keeps a packed copy and empties the parameter."""
     if has_gpu():

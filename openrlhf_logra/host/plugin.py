@@ -13,6 +13,7 @@ from .. import __version__
 from ..config import ConfigError, from_flat
 from . import cpu, refusals
 
+_ENGINE_RESTARTS = 3
 SETUP_HOOK = "openrlhf_logra.host.ray_worker.setup"
 
 
@@ -27,6 +28,8 @@ def enable(flat: argparse.Namespace, main: ModuleType) -> None:
     if not config.enable:
         raise ConfigError("--logra.* flags are given without --logra.enable; add it, or remove them")
     config.validate()
+    if config.sync_log_dir:  # the trainer's process may start elsewhere
+        setattr(flat, "logra.sync.log_dir", os.path.abspath(config.sync_log_dir))
     if not cpu.has_gpu():
         _adapt_to_cpu(flat, args)
     refusals.check(args, config)
@@ -54,9 +57,19 @@ def _replace_classes(main: ModuleType) -> None:
 
     main.get_strategy = actors.get_strategy
     main.PolicyModelActor = ray.remote(num_gpus=1)(actors.LograPolicyModelActor)
-    vllm_engine.RolloutRayActor = ray.remote(actors.LograRolloutRayActor)
+    vllm_engine.RolloutRayActor = rollout_actor()
     ppo_trainer.PPOTrainer = ray.remote(actors.LograPPOTrainer)
     ppo_trainer_async.PPOTrainerAsync = ray.remote(actors.LograPPOTrainerAsync)
+
+
+def rollout_actor():
+    """Our rollout actor for Ray. One that dies is started again, with the base model; it serves nothing until a dense
+    sync has reached it."""
+    import ray
+
+    from . import actors
+
+    return ray.remote(max_restarts=_ENGINE_RESTARTS)(actors.LograRolloutRayActor)
 
 
 def _extend_ray_init(args) -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from ..config import ConfigError, LograConfig, one_line
-from ..train.targets import check_rank, find_targets
+from ..strategies import strategy_class
+from ..sync.log import record_files
 from . import cpu
 from .models import load_skeleton, looks_local
 from .vllm_plugin import let_through
@@ -20,6 +21,7 @@ def check(args: SimpleNamespace, config: LograConfig) -> None:
         ConfigError: naming the flag, the value found and what to do.
     """
     _check_combinations(args)
+    _check_log(args, config)
     _check_model(args, config)
     _check_dataset("--data.prompt_dataset", args.data.prompt_dataset, args, required=True)
     _check_dataset("--eval.dataset", args.eval.dataset, args, required=False)
@@ -57,7 +59,7 @@ def _check_combinations(args: SimpleNamespace) -> None:
             f"--ds.zpg {args.ds.zpg}: ZeRO++ keeps a second copy of every partition that an update would miss; use 1",
         ),
         (
-            args.train.enable_ema,
+            args.train.enable_ema and args.logra.method != "dense",
             "--train.enable_ema: OpenRLHF's moving average skips parameters without gradient, so that LoGRA's targets "
             "would stay at their first value; drop it",
         ),
@@ -94,8 +96,21 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
     path = args.actor.model_name_or_path
     if not path:
         raise ConfigError("--actor.model_name_or_path is missing; give a model directory or a hub name")
-    model = load_skeleton(path)
-    check_rank(config.rank, find_targets(model, config.target_modules))
+    strategy_class(config.method)(config, load_skeleton(path))
+
+
+def _check_log(args: SimpleNamespace, config: LograConfig) -> None:
+    """A run that does not resume begins its own log. (Whose records a resumed one finds is seen when it starts.)"""
+    if not config.sync_log_dir:
+        return
+    folder = Path(config.sync_log_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--logra.sync.log_dir {folder}: is not a directory")
+    if not args.ckpt.load_enable and record_files(folder):
+        raise ConfigError(
+            f"--logra.sync.log_dir {folder}: holds the records of another run; give an empty directory, or resume "
+            "that run with --ckpt.load_enable"
+        )
 
 
 def _check_dataset(flag: str, value: str | None, args: SimpleNamespace, required: bool) -> None:

@@ -2,7 +2,10 @@
 
 from importlib import import_module
 
-_STRATEGIES = {"logra": "openrlhf_logra.strategies.logra:LograStrategy"}
+_STRATEGIES = {
+    "logra": "openrlhf_logra.strategies.logra:LograStrategy",
+    "dense": "openrlhf_logra.strategies.dense:DenseStrategy",
+}
 
 
 def strategy_names() -> tuple[str, ...]:

@@ -7,14 +7,14 @@ their hardware, and the optimizer's moments exist once.
 
 import math
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config import ConfigError, LograConfig
+from ..config import LograConfig
 from ..math.direction import Direction, make_direction, squared_norm_of_product, step_size
 from ..math.exact import Update, quantize
 from ..math.projection import Projection, projection_index
@@ -22,64 +22,39 @@ from ..math.sketch import SketchSink, grad_anchor, sketch_linear
 from ..train.coverage import Coverage, measure, projection_cache_bytes
 from ..train.shards import apply_update, share_owned_bits, squared_norm
 from ..train.targets import Target, check_rank, find_targets
+from .base import StepOutcome, Strategy
 
 ANCHOR = "logra_anchor"
 _LARGEST_NORM = 1e19  # beyond, squares overflow float32 and would poison the moments: as good as not finite
 
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one accumulation boundary did.
-
-    Attributes:
-        updates: one per target, in order; empty when the step was skipped.
-        skipped: whether a sketch, a weight or the step was not finite (or too large to square): nothing was applied.
-        version: number of updates applied so far, this one included.
-        grad_norm: unbiased estimate of the global gradient norm, before clipping.
-        sketch_norm: the sketches' share of it.
-        alpha: step size.
-        update_ratio: |step| / |W| over all targets.
-        seconds: time spent.
-    """
-
-    updates: tuple[Update, ...]
-    skipped: bool
-    version: int
-    grad_norm: float
-    sketch_norm: float
-    alpha: float
-    update_ratio: float
-    seconds: float
-
-
-class LograStrategy:
-    """The life of LoGRA in one trainer process: `attach` before DeepSpeed wraps the model, `bind` after, then `step`
-    at every accumulation boundary, on every rank."""
+class LograStrategy(Strategy):
+    """Sketches in backward, one low-rank update at the boundary. Only the targets change."""
 
     def __init__(self, config: LograConfig, model: nn.Module):
-        self.config = config
+        super().__init__(config, model)
         self.targets = find_targets(model, config.target_modules)
         check_rank(config.rank, self.targets)
-        self.version = 0
-        self._model = model
+        self.trained = tuple(target.name for target in self.targets)
+        self.exact_updates = config.distribution == "rademacher"
         self._cached = projection_cache_bytes(self.targets, config.rank) > 0
         self._projections: dict[str, torch.Tensor] = {}
 
     # ---- before DeepSpeed -------------------------------------------------------------------------------------------
 
-    def attach(self) -> Coverage:
-        """Freeze every parameter, sketch the targets, and give autograd its one trainable anchor.
+    def coverage(self) -> Coverage:
+        return measure(self._model, self.targets, self.config)
 
-        Returns:
-            The coverage table of the model.
-        """
-        coverage = measure(self._model, self.targets, self.config)
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in super().parameters().items() if not name.endswith(ANCHOR)}
+
+    def attach(self) -> None:
+        """Freeze every parameter, sketch the targets, and give autograd its one trainable anchor."""
         self._model.requires_grad_(False)
         self._sinks = [SketchSink(torch.empty(0)) for _ in self.targets]
         for target, sink in zip(self.targets, self._sinks):
             target.module.forward = partial(self._forward, target, sink)
         self._add_anchor()
-        return coverage
 
     def _forward(self, target: Target, sink: SketchSink, input: torch.Tensor) -> torch.Tensor:
         module = target.module
@@ -274,49 +249,17 @@ class LograStrategy:
     # ---- checkpoint -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
-        """Plain tensors and numbers: configuration, version and, on rank 0, the moments of every target."""
+        """Configuration, version and, on rank 0, the moments of every target."""
         return {
-            "config": asdict(self.config),
-            "version": self.version,
+            **super().state_dict(),
             "directions": {t.name: d.state_dict() for t, d in zip(self.targets, self._directions)},
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from `state_dict()` of a run with the same configuration.
-
-        Raises:
-            ConfigError: the configuration differs; the message names the flags and both values.
-        """
-        ours, theirs = asdict(self.config), state["config"]
-        changed = [
-            f"{key}: {theirs.get(key)} -> {ours[key]}" for key in ours if _differs(theirs.get(key), ours[key], key)
-        ]
-        if changed:
-            raise ConfigError(
-                f"the checkpoint was written with another LoGRA configuration ({'; '.join(changed)}); "
-                "resume with the same flags"
-            )
-        self.version = int(state["version"])
+        super().load_state_dict(state)
         self._projections.clear()
         for target, direction in zip(self.targets, self._directions):
             direction.load_state_dict(state["directions"][target.name])
-
-
-# Flags that do not enter the mathematics may change at a resume.
-_FREE_TO_CHANGE = {
-    "sync_mode",
-    "sync_verify_every",
-    "allow_untested_host",
-    "eval_at_start",
-}
-
-
-def _differs(theirs, ours, key: str) -> bool:
-    if key in _FREE_TO_CHANGE:
-        return False
-    return (list(theirs) if isinstance(theirs, (list, tuple)) else theirs) != (
-        list(ours) if isinstance(ours, tuple) else ours
-    )
 
 
 @dataclass(frozen=True)

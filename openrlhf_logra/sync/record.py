@@ -1,24 +1,37 @@
 """Records: what crosses the wire and what a log keeps. One safetensors blob each, no pickle (spec section 7).
 
-A factor record holds one update as `<name>.q` (int16 [d, r]) and `<name>.s` (float32 [d]) per target. A dense record
-holds whole bf16 parameters under their own names. The header is the blob's string-to-string metadata.
+A record holds changes of parameters, each in one of three forms, told apart by their keys:
+
+    factors    `<name>.q` int16 [d, r] and `<name>.s` float32 [d]: one update, repeated exactly by every holder
+    elements   `<name>.gaps` and `<name>.bits`, uint8: changed elements, compressed (sync/sparse.py)
+    whole      `<name>`, bf16: all values
+
+The header is the blob's string-to-string metadata; `checksum` in it covers every byte of the blob.
 """
 
+import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from ..math.exact import ROUNDINGS, Update
+from ..math.exact import ROUNDINGS, Update, apply_block, max_quantum
 from ..math.projection import Projection, projection_index
+from .sparse import Elements, compress, decompress
 
 FORMAT = "logra/1"
+KINDS = ("factor", "sparse", "dense")
+Change = Update | Elements | torch.Tensor
+_OTHER_HALF = {"q": "s", "s": "q", "gaps": "bits", "bits": "gaps"}
+_UNSEALED = "0" * 32
+_CHECKSUM_KEY = b'"checksum":"'
 
 
 class RecordError(ValueError):
-    """A blob that is not a record, or one whose header and tensors do not belong together."""
+    """A blob that is not a record, one whose header and tensors contradict each other, or one in the wrong place."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +40,19 @@ class Header:
 
     Attributes:
         format: FORMAT.
-        kind: "factor" or "dense".
+        kind: "factor": one update of the targets, with the changes of densely trained parameters where there are any.
+            "sparse": the net change of parameters from base_version to version (where the two are equal: what
+            completes that version). "dense": parameters as they are at version, whatever an engine holds.
         version: version of the weights after this record.
-        base_version: version it applies to (a dense record applies to any).
+        base_version: version it applies to.
         update: index of the update, base_version again for factors; addresses projection and dither.
-        seed, rank, distribution, refresh_every: which projection; empty or 0 in a dense record.
-        rounding: "stochastic" or "nearest".
-        part, parts: position of a dense record in the sequence that carries one version.
-        digest: hexadecimal digest of all weights after this record, or "" where it was not computed.
+        seed, rank, distribution, refresh_every: which projection; empty or 0 where there are no factors.
+        rounding: "stochastic" or "nearest"; empty where there are no factors.
+        run: names the run that wrote the record, across resumes.
+        parent: checksum of the record before it in the run's log; empty in the first one.
+        digest: hexadecimal digest of all parameters after this record, or "" where it was not computed.
+        digests: the same by parameter, as a JSON object; "" where it was not computed.
+        checksum: BLAKE2b (16 bytes, hexadecimal) of the blob with zeros in this place.
     """
 
     format: str
@@ -47,9 +65,17 @@ class Header:
     distribution: str = ""
     refresh_every: int = 0
     rounding: str = ""
-    part: int = 0
-    parts: int = 1
+    run: str = ""
+    parent: str = ""
     digest: str = ""
+    digests: str = ""
+    checksum: str = _UNSEALED
+
+    def with_digests(self, digests: dict[str, int]) -> "Header":
+        """The same header, stating the digests of all parameters after the record."""
+        total = sum(digests.values()) & (1 << 64) - 1
+        table = json.dumps({name: f"{value:016x}" for name, value in digests.items()})
+        return replace(self, digest=f"{total:016x}", digests=table)
 
 
 @dataclass(frozen=True)
@@ -59,44 +85,118 @@ class Record:
     header: Header
     tensors: dict[str, torch.Tensor]
 
-    def factors(self, shapes: dict[str, tuple[int, int]]) -> dict[str, Update]:
-        """The updates of a factor record by parameter name.
+    def __str__(self) -> str:
+        header = self.header
+        return f"{header.kind} record {header.base_version} -> {header.version}"
+
+    def names(self) -> list[str]:
+        """Parameters that the record changes."""
+        return list(self._keys())
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each parameter's change."""
+        return {name: sum(self.tensors[key].nbytes for key in keys) for name, keys in self._keys().items()}
+
+    def _keys(self) -> dict[str, list[str]]:
+        """The keys that make up each parameter's change."""
+        keys: dict[str, list[str]] = {}
+        for key in self.tensors:
+            keys.setdefault(self._name(key), []).append(key)
+        return keys
+
+    def _name(self, key: str) -> str:
+        name, _, form = key.rpartition(".")
+        other = _OTHER_HALF.get(form)
+        paired = other is not None and self.header.kind != "dense" and f"{name}.{other}" in self.tensors
+        return name if paired else key
+
+    def changes(self, shapes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Change]]:
+        """The change of each parameter, decoded one at a time.
 
         Args:
-            shapes: (d, k) of every parameter that may occur.
+            shapes: full shape of every parameter that may occur.
 
         Raises:
-            RecordError: a factor lacks its other half, has the wrong shape, or belongs to no known parameter.
+            RecordError: a change lacks its other half, does not have the parameter's shape, belongs to none, or is
+                there twice.
         """
-        header = self.header
-        known = header.distribution == "rademacher" and header.rounding in ROUNDINGS and header.kind == "factor"
-        if not known or header.version != header.base_version + 1 or header.update != header.base_version:
-            raise RecordError(f"record {header.version}: its header contradicts itself: {header}")
-        if not self.tensors:
-            raise RecordError(f"record {header.version}: holds no factors")
-        updates = {}
-        for key in self.tensors:
-            name, _, part = key.rpartition(".")
-            if part == "s" and f"{name}.q" in self.tensors:
-                continue
-            if part != "q" or f"{name}.s" not in self.tensors:
-                raise RecordError(f"record {header.version}: {key} has no counterpart")
+        self._check_header()
+        if not self.tensors and self.header.kind != "sparse":  # an optimizer's step may be too small for any bit
+            raise RecordError(f"{self}: holds no change")
+        for name, keys in self._keys().items():
             if name not in shapes:
-                raise RecordError(f"record {header.version}: unknown parameter {name}")
-            q, s = self.tensors[key], self.tensors[f"{name}.s"]
-            rows, width = shapes[name]
-            if q.dtype is not torch.int16 or q.shape != (rows, header.rank) or s.shape != (rows,):
-                raise RecordError(f"record {header.version}: factors of {name} have shapes {q.shape} and {s.shape}")
-            if s.dtype is not torch.float32 or not torch.isfinite(s).all() or (s < 0).any():
-                raise RecordError(f"record {header.version}: the row scales of {name} are damaged")
-            index = projection_index(header.update, header.refresh_every)
-            draw = Projection(header.seed, index, name, header.rank, width, header.distribution)
-            updates[name] = Update(draw, header.update, q, s, header.rounding)
-        return updates
+                raise RecordError(f"{self}: unknown parameter {name}")
+            yield name, self._change(name, keys, tuple(shapes[name]))
+
+    def _check_header(self) -> None:
+        header = self.header
+        if header.kind not in KINDS:
+            raise RecordError(f"record of kind {header.kind!r}; this version reads {', '.join(KINDS)}")
+        steps = header.version - header.base_version
+        if header.kind == "factor":
+            possible = header.distribution == "rademacher" and header.rounding in ROUNDINGS and header.rank > 0
+            possible &= steps == 1 and header.update == header.base_version
+        else:
+            possible = steps >= 0 if header.kind == "sparse" else steps == 0
+        if not possible or min(header.base_version, header.refresh_every) < 0:
+            raise RecordError(f"{self}: its header contradicts itself: {header}")
+
+    def _change(self, name: str, keys: list[str], shape: tuple[int, ...]) -> Change:
+        held = self.tensors
+        if set(keys) == {f"{name}.q", f"{name}.s"}:
+            return self._factors(name, held[f"{name}.q"], held[f"{name}.s"], shape)
+        if set(keys) == {f"{name}.gaps", f"{name}.bits"}:
+            try:
+                return decompress(held[f"{name}.gaps"], held[f"{name}.bits"], torch.Size(shape).numel())
+            except ValueError as error:
+                raise RecordError(f"{self}: {name}: {error}") from error
+        if keys != [name]:
+            raise RecordError(f"{self}: holds the change of {name} in two forms")
+        whole = held[name]
+        if tuple(whole.shape) != shape or whole.dtype is not torch.bfloat16:
+            raise RecordError(f"{self}: {name} is {whole.dtype} {tuple(whole.shape)}, expected bf16 {shape}")
+        return whole
+
+    def _factors(self, name: str, q: torch.Tensor, s: torch.Tensor, shape: tuple[int, ...]) -> Update:
+        header = self.header
+        if self.header.kind != "factor":
+            raise RecordError(f"{self}: holds factors of {name}")
+        if len(shape) != 2 or q.dtype is not torch.int16 or q.shape != (shape[0], header.rank) or s.shape != shape[:1]:
+            raise RecordError(f"{self}: factors of {name} have shapes {tuple(q.shape)} and {tuple(s.shape)}")
+        # Scales are powers of two or 0: frexp gives them a half or 0, and NaN, infinity and negatives something else.
+        fraction = torch.frexp(s).mantissa if s.dtype is torch.float32 else torch.tensor(torch.nan)
+        if not ((fraction == 0.5) | (fraction == 0)).all():
+            raise RecordError(f"{self}: the row scales of {name} are damaged")
+        quantum = max_quantum(header.rank)
+        if (q > quantum).any() or (q < -quantum).any():
+            raise RecordError(f"{self}: factors of {name} leave the range in which their product is exact")
+        index = projection_index(header.update, header.refresh_every)
+        draw = Projection(header.seed, index, name, header.rank, shape[1], header.distribution)
+        return Update(draw, header.update, q, s, header.rounding)
+
+    def without(self, names: set[str]) -> "Record":
+        """The same record, lacking the changes of some parameters; its old checksum is void."""
+        return Record(self.header, {key: t for key, t in self.tensors.items() if self._name(key) not in names})
 
 
-def encode_factors(updates: tuple[Update, ...], version: int, refresh_every: int) -> bytes:
-    """One update of all targets as a factor record.
+def write_change(change: Change, block: torch.Tensor, row0: int, col0: int, width: int) -> None:
+    """Bring a block of one parameter from the version before a record to the one after it, in place.
+
+    Args:
+        block: bf16 [n, m], any strides: W[row0:row0 + n, col0:col0 + m].
+        width: columns of the whole matrix (`matrix_shape`).
+    """
+    if isinstance(change, Update):
+        apply_block(block, change, row0, col0)
+    elif isinstance(change, Elements):
+        change.write(block, row0, col0, width)
+    else:
+        rows, cols = block.shape
+        block.copy_(change.view(-1, width)[row0 : row0 + rows, col0 : col0 + cols])
+
+
+def factor_record(updates: tuple[Update, ...], version: int, refresh_every: int) -> Record:
+    """One update of all targets.
 
     Args:
         updates: quantised updates (`s` is not None) of one step.
@@ -118,47 +218,64 @@ def encode_factors(updates: tuple[Update, ...], version: int, refresh_every: int
     )
     tensors = {}
     for update in updates:
-        tensors[f"{update.projection.name}.q"] = update.q.cpu()
-        tensors[f"{update.projection.name}.s"] = update.s.cpu()
-    return _encode(header, tensors)
+        tensors[f"{update.projection.name}.q"] = update.q.contiguous().cpu()
+        tensors[f"{update.projection.name}.s"] = update.s.contiguous().cpu()
+    return Record(header, tensors)
 
 
-def encode_dense(tensors: dict[str, torch.Tensor], version: int, part: int, parts: int) -> bytes:
-    """Whole parameters as one of `parts` dense records that together carry `version`."""
-    header = Header(FORMAT, "dense", version=version, base_version=version, update=version, part=part, parts=parts)
-    return _encode(header, {name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
+def sparse_record(changes: dict[str, Elements | torch.Tensor], base_version: int, version: int) -> Record:
+    """The net change of some parameters between two versions; each as elements or whole, whichever was given."""
+    tensors = {}
+    for name, change in changes.items():
+        if isinstance(change, Elements):
+            tensors.update({f"{name}.{form}": tensor for form, tensor in compress(change).items()})
+        else:
+            tensors[name] = change.contiguous().cpu()
+    return Record(Header(FORMAT, "sparse", version, base_version, base_version), tensors)
 
 
-def with_digest(blob: bytes, digest: int) -> bytes:
-    """The same record, stating the digest of all weights after it."""
-    record = decode(blob)
-    return _encode(replace(record.header, digest=f"{digest:016x}"), record.tensors)
+def dense_record(tensors: dict[str, torch.Tensor], version: int) -> Record:
+    """Whole parameters at one version."""
+    held = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    return Record(Header(FORMAT, "dense", version, version, version), held)
 
 
-def without(blob: bytes, names: list[str]) -> bytes:
-    """The same factor record, lacking the factors of some parameters."""
-    record = decode(blob)
-    dropped = {f"{name}.{part}" for name in names for part in "qs"}
-    return _encode(record.header, {key: tensor for key, tensor in record.tensors.items() if key not in dropped})
-
-
-def _encode(header: Header, tensors: dict[str, torch.Tensor]) -> bytes:
-    return save(tensors, metadata={key: str(value) for key, value in asdict(header).items()})
+def encode(record: Record) -> tuple[bytes, str]:
+    """The record's blob and the checksum that its header now states."""
+    header = replace(record.header, checksum=_UNSEALED)
+    blob = save(record.tensors, metadata={key: str(value) for key, value in asdict(header).items()})
+    checksum = _checksum(blob)
+    return _with_checksum(blob, checksum.encode()), checksum
 
 
 def decode(blob: bytes) -> Record:
-    """Inverse of the encoders.
+    """Inverse of `encode`.
 
     Raises:
-        RecordError: the blob is truncated, is no safetensors, or is no record of this format.
+        RecordError: the blob is truncated or damaged, is no safetensors, or is no record of this format.
     """
     try:
         tensors = load(blob)
         length = int.from_bytes(blob[:8], "little")
-        metadata = json.loads(blob[8 : 8 + length]).get("__metadata__", {})
+        metadata = json.loads(blob[8 : 8 + length]).get("__metadata__") or {}
+        if metadata.get("format") != FORMAT:
+            raise RecordError(f"record format {metadata.get('format')!r}; this version reads {FORMAT!r}")
         header = Header(**{f.name: f.type(metadata[f.name]) for f in fields(Header)})
+        found = _checksum(_with_checksum(blob, _UNSEALED.encode()))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise RecordError(f"not a record ({len(blob)} bytes): {error}") from error
-    if header.format != FORMAT:
-        raise RecordError(f"record format {header.format!r}; this version reads {FORMAT!r}")
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"not a record, or a damaged one ({len(blob)} bytes): {error}") from error
+    if found != header.checksum:
+        raise RecordError(f"damaged record {header.base_version} -> {header.version}: its checksum does not hold")
     return Record(header, tensors)
+
+
+def _checksum(blob: bytes) -> str:
+    return hashlib.blake2b(blob, digest_size=16).hexdigest()
+
+
+def _with_checksum(blob: bytes, checksum: bytes) -> bytes:
+    # Quotes in names are escaped in JSON, so that only the header's own key can match.
+    place = blob.index(_CHECKSUM_KEY, 0, 8 + int.from_bytes(blob[:8], "little")) + len(_CHECKSUM_KEY)
+    return blob[:place] + checksum + blob[place + len(checksum) :]

@@ -1,12 +1,14 @@
-"""The trainer's end: queues records of updates and brings every rollout engine to the trainer's version.
+"""The trainer's end: brings every rollout engine to the trainer's version with the records of the run.
 
 Constructed and called on every trainer rank. Rank 0 is the sender; the others take part in the collectives (digests of
-shards, gathering for a dense sync) and in the verdict, so that all ranks go on or stop together.
+shards, changed elements, gathering for a dense sync) and in the verdict, so that all ranks go on or stop together.
 """
 
+import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -18,10 +20,12 @@ from ..math.digest import MASK64, matrix_shape, signed64
 from ..math.exact import Update
 from ..train.shards import digest, gathered
 from ..train.targets import full_shape
-from .record import encode_dense, encode_factors, with_digest, without
+from .log import RecordLog
+from .record import decode, dense_record, encode, sparse_record
+from .stream import Position, RecordStream
 from .worker import BACKEND
 
-_DENSE_PART_BYTES = 256 << 20
+_PART_BYTES = 256 << 20
 
 
 class SyncError(RuntimeError):
@@ -29,13 +33,15 @@ class SyncError(RuntimeError):
 
 
 class SyncClient(Protocol):
-    """What the sender needs of the inference side. Both calls block until every engine has answered.
+    """What the sender needs of the inference side. Both calls block until every engine has answered, or given up.
 
     A report is what `LograWeightTransferEngine` returns; each engine answers with one per worker, or with an exception
-    object where it could not answer.
+    object where it could not answer. `engines` are numbers from 0.
     """
 
-    def initialise(self, init_info: dict[str, Any]) -> list[list[dict] | Exception]: ...
+    def count(self) -> int: ...
+
+    def initialise(self, engines: list[int], init_info: dict[str, Any]) -> list[list[dict] | Exception]: ...
 
     def sync(self, engines: list[int], update_info: dict[str, Any]) -> list[list[dict] | Exception]: ...
 
@@ -45,25 +51,31 @@ class LograTrainerInitInfo(TrainerInitInfo):
     """Settings of the sync.
 
     Attributes:
-        mode: "auto", "factor" or "dense".
+        mode: "auto", "factor", "sparse" or "dense".
+        exact_updates: whether engines can repeat the updates bit for bit.
         refresh_every: K of the projections.
         verify_every: compare digests every so many syncs.
-        targets: names of the parameters that updates change.
-        base_digests: digests of the model that the engines load by themselves, on the sender (`digests_of`), to find
-            what an engine has rearranged after loading.
+        log_dir: where to keep every record, or None.
+        trained: names of the parameters that training changes.
+        base_digests: digests of the model that the engines load by themselves (`digests_of`), to find what an engine
+            has rearranged after loading.
         version: version that the trainer's weights have now.
         loaded_version: version of the weights that the engines loaded by themselves: 0 at the start of a run, None
             after a resume, when they hold the base model and the trainer does not.
+        state: `LograTrainerEngine.state_dict()` of the run that is resumed.
     """
 
     backend: ClassVar[str] = BACKEND
     mode: str = "auto"
+    exact_updates: bool = True
     refresh_every: int = 1
     verify_every: int = 10
-    targets: tuple[str, ...] = ()
+    log_dir: str | None = None
+    trained: tuple[str, ...] = ()
     base_digests: dict[str, int] | None = None
     version: int = 0
     loaded_version: int | None = 0
+    state: dict[str, str] | None = None
 
 
 @dataclass
@@ -76,8 +88,8 @@ class SyncReport:
         dense_bytes: what all parameters in bf16 would have been.
         seconds: wall time on the sender.
         digest_ok: None where digests were not compared, False where one differed (even if a dense sync repaired it).
-        digest: of all verified parameters together, where they were compared.
-        mode: "none", "factor" or "dense".
+        digest: of all parameters together, where they were compared.
+        mode: "none", "factor", "sparse" or "dense".
     """
 
     version: int
@@ -91,20 +103,21 @@ class SyncReport:
 
 @dataclass
 class _Plan:
-    """What the sender decided. `dense_names`: parameters sent whole, all of them or those that cannot be patched."""
+    """What the sender decided. `whole`: parameters sent whole, all of them (mode dense) or those for which records
+    would not do."""
 
     mode: str
     verify: bool = False
     engines: list[int] = field(default_factory=list)
-    dense_names: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
 
 
 @dataclass
 class _Message:
-    """One RPC: encoded records, the number of matrices that an apply of them writes, and whether it ends the sync."""
+    """One RPC: encoded records, the number of changes that an apply of them writes, and whether it ends the sync."""
 
     records: list[bytes]
-    matrices: int
+    changes: int
     last: bool
 
 
@@ -118,35 +131,57 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         self._info = init_info
         self._parameters = parameters
         self._shapes = {name: full_shape(parameter) for name, parameter in parameters.items()}
-        self._dense_bytes = 2 * sum(torch.Size(shape).numel() for shape in self._shapes.values())
-        self._queue: list[bytes] = []
-        self._queue_is_exact = True
+        self._dense_bytes = 2 * sum(map(self._numel, self._shapes))
         self._version = init_info.version
         self._engine_versions: list[int | None] | None = None
-        self._unknown: list[str] = []
+        self._lost: set[int] = set()  # engines that did not answer: they may have been started again
+        self._unknown: dict[str, str] = {}
         self._rearranged: list[str] = []
         self._workers = 0
-        self._targets = list(init_info.targets)
         self._syncs = 0
         self._failure: Exception | None = None
+        self._log: RecordLog | None = None
+        self._position = Position(**init_info.state) if init_info.state else Position(run=secrets.token_hex(8))
+        self._shared(self._open_log)
+        self._stream = self._make_stream() if init_info.mode != "dense" or init_info.log_dir else None
 
     @classmethod
     def trainer_init(cls, init_info, *, client, source=None):
         """Called by vLLM's factory on every rank; `source` is the mapping from names to trainer parameters."""
         return cls(init_info, client=client, parameters=source)
 
+    def _open_log(self) -> None:
+        if self._info.log_dir:
+            self._log = RecordLog(self._info.log_dir, self._position.run, self._version)
+
+    def _make_stream(self) -> RecordStream:
+        return RecordStream(
+            self._position,
+            self._version,
+            parameters=self._parameters,
+            changing=self._info.trained,
+            by_factors=self._info.exact_updates and self._info.mode != "sparse",
+            refresh_every=self._info.refresh_every,
+            # A queue larger than the model is of no use; in mode factor it was asked for.
+            limit=sys.maxsize if self._info.mode == "factor" else self._dense_bytes,
+            log=self._log,
+            is_sender=self.is_sender,
+        )
+
+    def state_dict(self) -> dict[str, str]:
+        """Where the run's records stand, for `LograTrainerInitInfo.state` of the run that resumes."""
+        return asdict(self._stream.position if self._stream else self._position)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of this rank's copy of the trained weights, which sparse records are found with; in host memory."""
+        return self._stream.copy_bytes if self._stream else 0
+
     def push(self, updates: tuple[Update, ...], version: int) -> None:
-        """Queue the update that made `version`. Gaussian updates cannot be repeated by an engine: they go dense."""
+        """Take the update that made `version`; `updates` may be empty where they are not exact."""
         self._version = version
-        if not self.is_sender or self._info.mode == "dense":
-            return
-        if updates[0].s is None:
-            self._queue_is_exact = False
-        if not self._queue_is_exact:
-            return
-        self._queue.append(encode_factors(updates, version, self._info.refresh_every))
-        if self._info.mode == "auto" and sum(map(len, self._queue)) > self._dense_bytes:
-            self._queue, self._queue_is_exact = [], False
+        if self._stream:
+            self._guarded(partial(self._stream.push, updates, version))
 
     def send_weights(self) -> SyncReport:
         """Bring every engine to the trainer's version. A collective over the trainer's ranks.
@@ -155,90 +190,120 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             SyncError: an engine could not be repaired by a dense sync, or its digest still differs after one.
         """
         start = time.perf_counter()
-        self._failure = None
-        plan = self._shared(self._plan)
-        report = SyncReport(self._version, dense_bytes=self._dense_bytes, mode=plan.mode)
-        if plan.mode == "none":
+        report = SyncReport(self._version, dense_bytes=self._dense_bytes)
+        verify = self._shared(self._begin)
+        if verify is None:
             return report
-        problem = self._attempt(plan, report)
+        digests = digests_of(self._parameters) if verify or self._info.log_dir else {}
+        if self._stream:
+            self._guarded(partial(self._stream.close, digests))
+        plan = self._shared(partial(self._plan, verify))
+        report.mode = plan.mode
+        problem = self._attempt(plan, digests, report)
         if problem:
             if self.is_sender:
                 print(f"[logra] sync to version {self._version}: {problem}; repairing with a dense sync", flush=True)
             plan = self._shared(self._repair_plan)
             report.mode = "dense"
-            problem = self._attempt(plan, report)
+            problem = self._attempt(plan, digests, report)
         if problem:
             raise SyncError(f"LoGRA sync to version {self._version} failed: {problem}")
-        self._queue, self._queue_is_exact = [], True
+        if self._stream:
+            self._stream.clear()
         self._syncs += 1
         report.seconds = time.perf_counter() - start
         return report
 
     # ---- planning, on the sender ------------------------------------------------------------------------------------
 
-    def _plan(self) -> _Plan:
+    def _begin(self) -> bool | None:
+        """First contact if needed. None: every engine is at the trainer's version; else whether digests are due."""
         if self._engine_versions is None:
             self._initialise()
-        engines = list(range(len(self._engine_versions)))
         if all(version == self._version for version in self._engine_versions):
-            return _Plan("none")
-        base = self._version - len(self._queue)
-        if not self._queue or any(version != base for version in self._engine_versions):
+            return None
+        return self._syncs % self._info.verify_every == 0
+
+    def _plan(self, verify: bool) -> _Plan:
+        self._find_lost()
+        engines, stream = list(range(len(self._engine_versions))), self._stream
+        follows = stream is not None and all(version == stream.base_version for version in self._engine_versions)
+        if self._info.mode == "dense" or not follows or not stream.complete:
             if self._info.loaded_version is None and self._syncs == 0:
                 print(f"[logra] resumed at version {self._version}: the first sync is dense", flush=True)
             return _Plan("dense", True, engines, self._sendable)
-        verify = self._syncs % self._info.verify_every == 0
-        return _Plan("factor", verify, engines, self._unknown)
+        whole = [name for name in self._info.trained if name in self._unknown]
+        if self._info.mode == "auto":
+            whole += [n for n, size in stream.bytes_of.items() if size > 2 * self._numel(n) and n not in whole]
+        return _Plan(stream.form, verify, engines, whole)
 
     def _repair_plan(self) -> _Plan:
+        self._find_lost()
         stale = [i for i, version in enumerate(self._engine_versions) if version != self._version]
         return _Plan("dense", True, stale, self._sendable)
 
     def _initialise(self) -> None:
-        """First contact: layouts of all workers; what some engine cannot patch is sent dense in every sync."""
+        """First contact: layouts of all workers; what some engine cannot patch is sent whole."""
+        engines = list(range(self.client.count()))
+        self._engine_versions = [self._info.loaded_version] * len(engines)
+        try:
+            self._introduce(engines, self._info.loaded_version)
+            self._find_rearranged(engines)
+        except Exception:
+            self._engine_versions = None
+            raise
+
+    def _introduce(self, engines: list[int], version: int | None) -> None:
+        """Tell engines the shapes and learn where they hold them."""
         shapes = {name: list(shape) for name, shape in self._shapes.items()}
-        answers = self.client.initialise({"shapes": shapes, "version": self._info.loaded_version or 0})
-        if not answers or not all(answers):
+        answers = self.client.initialise(engines, {"shapes": shapes, "version": version})
+        if not engines or len(answers) != len(engines) or not all(answers):
             raise SyncError("no engine, or one without workers, answered")
         unknown: dict[str, str] = {}
-        for engine, workers in enumerate(answers):
+        for engine, workers in zip(engines, answers):
             if isinstance(workers, Exception):
                 raise SyncError(f"engine {engine} did not start its LoGRA end: {workers}")
             for worker in workers:
                 unknown.update(worker["unknown"])
-            for name, shape in self._shapes.items():
+            for name in self._shapes:
                 places = {tuple(place) for worker in workers for place in worker["places"].get(name, ())}
-                if name not in unknown and sum(r * c for _, r, _, c in places) != torch.Size(shape).numel():
+                if name not in unknown and sum(r * c for _, r, _, c in places) != self._numel(name):
                     unknown[name] = "the workers' blocks do not cover it"
-        self._unknown = list(unknown)
-        if self._unknown:
+        new = {name: reason for name, reason in unknown.items() if name not in self._unknown}
+        self._unknown.update(new)
+        if new:
             print(
-                f"[logra] the place of {len(self._unknown)} parameters in the rollout engine could not be learnt; "
-                "they are sent whole in every sync and not verified: "
-                + "; ".join(f"{name} ({reason})" for name, reason in unknown.items()),
+                f"[logra] the place of {len(new)} parameters in the rollout engine could not be learnt; "
+                "they are sent whole when they change, and not verified: "
+                + "; ".join(f"{name} ({reason})" for name, reason in new.items()),
                 flush=True,
             )
         self._workers = max(len(workers) for workers in answers)
-        self._find_rearranged(len(answers))
-        self._engine_versions = [self._info.loaded_version] * len(answers)
 
-    def _find_rearranged(self, engines: int) -> None:
+    def _find_lost(self) -> None:
+        """Engines that did not answer may have been started again, with the base model: introduce us anew."""
+        for engine in sorted(self._lost):
+            self._introduce([engine], None)
+            self._lost.remove(engine)
+            print(f"[logra] engine {engine} answers again; it takes a dense sync", flush=True)
+
+    def _find_rearranged(self, engines: list[int]) -> None:
         """Engines still hold the model they loaded. What differs from it was rearranged after loading (experts packed
         for a kernel, say): the loader's layout is not the runtime's, and a write would damage it."""
         if self._info.base_digests is None:
             return
         different = set()
-        for engine, workers in self._ask(list(range(engines)), [], verify=True):
+        for engine, workers in self._ask(engines, {"verify": True}):
             if isinstance(workers, Exception):
                 raise SyncError(f"engine {engine} did not say what it has loaded: {workers}")
             for name, value in self._info.base_digests.items():
                 if name not in self._unknown and self._combined_digest(name, workers) != value:
                     different.add(name)
-        trained = sorted(different & set(self._targets))
+        trained = sorted(different & set(self._info.trained))
         if trained:
             raise SyncError(
-                f"the engine does not hold {trained[0]} ({len(trained)} targets in all) as its checkpoint does: it "
-                "loads another model, or rearranges the weight after loading; leave such modules out of "
+                f"the engine does not hold {trained[0]} ({len(trained)} trained parameters in all) as its checkpoint "
+                "does: it loads another model, or rearranges the weight after loading; leave such modules out of "
                 "--logra.target_modules"
             )
         self._rearranged = sorted(different)
@@ -250,81 +315,101 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             )
 
     @property
-    def _unverified(self) -> set[str]:
-        return {*self._unknown, *self._rearranged}
-
-    @property
     def _sendable(self) -> list[str]:
         return [name for name in self._shapes if name not in self._rearranged]
 
-    def _ask(self, engines: list[int], records: list[bytes], verify: bool) -> list[tuple[int, list[dict] | Exception]]:
-        info = {"records": records, "verify": verify, "unpatched": self._unknown}
-        answers = self.client.sync(engines, info)
+    def _numel(self, name: str) -> int:
+        return torch.Size(self._shapes[name]).numel()
+
+    def _ask(self, engines: list[int], info: dict[str, Any]) -> list[tuple[int, list[dict] | Exception]]:
+        answers = self.client.sync(engines, {**info, "unpatched": list(self._unknown)})
         if len(answers) != len(engines):
             raise SyncError(f"{len(answers)} answers came from {len(engines)} engines")
         return list(zip(engines, answers))
 
     # ---- one attempt, on all ranks ----------------------------------------------------------------------------------
 
-    def _attempt(self, plan: _Plan, report: SyncReport) -> str | None:
+    def _attempt(self, plan: _Plan, digests: dict[str, int], report: SyncReport) -> str | None:
         """Send, check and verify; returns the first problem, the same on every rank."""
-        expected = digests_of(self._parameters) if plan.verify else {}
-        problem = None
-        for message in self._messages(plan, expected):
-            problem = self._shared(partial(self._transmit, plan, message, expected, report))
+        expected = {}
+        if plan.verify:
+            expected = digests or digests_of(self._parameters)
+        for position, message in enumerate(self._messages(plan)):
+            problem = self._shared(partial(self._transmit, plan, position, message, expected, report))
             if problem:
-                break
-        return problem
+                return problem
+        return None
 
-    def _messages(self, plan: _Plan, expected: dict[str, int]) -> Iterator["_Message"]:
+    def _messages(self, plan: _Plan) -> Iterator[_Message]:
         """What goes into one RPC each. Ranks that do not send yield empty records in step."""
-        parts = self._split(plan.dense_names)
-        if plan.mode == "factor":
-            queue = [without(blob, self._unknown) for blob in self._queue] if self._unknown else [*self._queue]
-            if expected and self.is_sender:
-                queue[-1] = with_digest(queue[-1], self._total(expected))
-            patched = sum(name not in self._unknown for name in self._targets)
-            dense = [self._encode_dense(names, index, parts) for index, names in enumerate(parts)]
-            yield _Message([*queue, *dense], len(queue) * patched + len(plan.dense_names), last=True)
-            return
+        parts = self._split(plan.whole)
+        base_version = self._version
+        if plan.mode != "dense":
+            records, changes = self._queued(set(plan.whole))
+            if records or not parts:
+                yield _Message(records, changes, last=not parts)
+            else:  # the parts are all there is: they lead to the present version by themselves
+                base_version = self._stream.base_version
         for index, names in enumerate(parts):
-            record = self._encode_dense(names, index, parts)
-            yield _Message([record], len(names), last=index + 1 == len(parts))
+            blob = self._encode_whole(plan.mode, names, base_version if index == 0 else self._version)
+            yield _Message([blob], len(names), last=index + 1 == len(parts))
+
+    def _queued(self, whole: set[str]) -> tuple[list[bytes], int]:
+        """The queue without what goes whole, and the number of changes in it; no record that holds nothing else."""
+        blobs, changes = [], 0
+        for sealed in self._stream.queue:
+            names = [name for name in sealed.names if name not in whole]
+            if len(names) == len(sealed.names):
+                blobs.append(sealed.blob)
+            elif names:
+                blobs.append(encode(decode(sealed.blob).without(whole))[0])
+            changes += len(names)
+        return blobs, changes
 
     def _split(self, names: list[str]) -> list[list[str]]:
         parts: list[list[str]] = []
         size = 0
         for name in names:
-            length = 2 * torch.Size(self._shapes[name]).numel()
-            if not parts or size + length > _DENSE_PART_BYTES:
+            length = 2 * self._numel(name)
+            if not parts or size + length > _PART_BYTES:
                 parts.append([])
                 size = 0
             parts[-1].append(name)
             size += length
         return parts
 
-    def _encode_dense(self, names: list[str], part: int, parts: list[list[str]]) -> bytes:
-        """One dense record, on the sender. A failure there waits for `_transmit`: the other ranks are gathering."""
+    def _encode_whole(self, mode: str, names: list[str], base_version: int) -> bytes:
+        """Whole parameters as a record, on the sender. A failure there waits for `_transmit`: the other ranks are
+        gathering."""
         tensors = {}
         for name in names:
             with gathered(self._parameters[name]) as tensor:
-                if self.is_sender and self._failure is None:
-                    try:
-                        tensors[name] = tensor.detach().clone().cpu()
-                    except Exception as error:
-                        self._failure = error
+                if self.is_sender:
+                    self._guarded(partial(_copy, tensor, tensors, name))
         if not self.is_sender or self._failure is not None:
             return b""
-        return encode_dense(tensors, self._version, part, len(parts))
+        if mode == "dense":
+            record = dense_record(tensors, self._version)
+        else:
+            record = sparse_record(tensors, base_version, self._version)
+        return encode(replace(record, header=replace(record.header, run=self._position.run)))[0]
 
-    def _transmit(self, plan: _Plan, message: "_Message", expected: dict[str, int], report: SyncReport) -> str | None:
-        if self._failure is not None:
-            raise self._failure
+    def _transmit(
+        self, plan: _Plan, position: int, message: _Message, expected: dict[str, int], report: SyncReport
+    ) -> str | None:
         report.sync_bytes += sum(map(len, message.records))
         problem = None
-        for engine, workers in self._ask(plan.engines, message.records, plan.verify and message.last):
+        info = {
+            "records": message.records,
+            "position": position,
+            "last": message.last,
+            "verify": bool(expected) and message.last,
+        }
+        for engine, workers in self._ask(plan.engines, info):
+            if isinstance(workers, Exception):
+                self._lost.add(engine)
             fault = self._fault(workers, message)
-            if not fault and message.last:
+            if not fault and message.last and expected:
                 fault = self._mismatch(workers, expected, report)
             if fault:
                 self._engine_versions[engine] = None
@@ -342,15 +427,15 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         for worker in workers:
             if worker["stale"] and message.last:
                 return worker["stale"]
-            if worker["applied"] != message.matrices:
-                return f"{worker['applied']} of {message.matrices} matrices were applied ({worker['stale']})"
+            if worker["applied"] != message.changes:
+                return f"{worker['applied']} of {message.changes} changes were applied ({worker['stale']})"
             if message.last and worker["version"] != self._version:
                 return f"reports version {worker['version']} where {self._version} was sent"
         return None
 
     def _mismatch(self, workers: list[dict], expected: dict[str, int], report: SyncReport) -> str | None:
-        """The first parameter whose digest is not the trainer's, or None; `expected` is empty when not verified."""
-        compared = [name for name in expected if name not in self._unverified]
+        """The first parameter whose digest is not the trainer's, or None."""
+        compared = [name for name in expected if name not in self._unknown and name not in self._rearranged]
         for name in compared:
             value = expected[name]
             found = self._combined_digest(name, workers)
@@ -360,12 +445,8 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                 return f"digest of {name}: {shown}, the trainer's is {value:016x}"
         if compared:
             report.digest_ok = report.digest_ok is not False
-            report.digest = self._total(expected)
+            report.digest = sum(expected.values()) & MASK64
         return None
-
-    def _total(self, digests: dict[str, int]) -> int:
-        """Digest of all parameters that are verified."""
-        return sum(value for name, value in digests.items() if name not in self._unverified) & MASK64
 
     def _combined_digest(self, name: str, workers: list[dict]) -> int | str:
         """Sum over the workers' blocks, replicated ones counted once; a text where replicas differ or blocks lack."""
@@ -380,11 +461,24 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             return "the workers' blocks do not cover it"
         return sum(blocks.values()) & MASK64
 
+    def _guarded(self, compute: Callable[[], Any]) -> None:
+        """Do something that only the sender can fail in; the next `_shared` raises its error on every rank, none of
+        which is left waiting."""
+        try:
+            compute()
+        except Exception as error:
+            if not self.is_sender:
+                raise
+            self._failure = self._failure or error
+
     def _shared(self, compute: Callable[[], Any]) -> Any:
         """The sender's result on every rank; where it raises, every rank does."""
         result: list[Any] = [None, None]
         if self.is_sender:
             try:
+                if self._failure is not None:
+                    error, self._failure = self._failure, None
+                    raise error
                 result[0] = compute()
             except Exception as error:
                 if not _several_ranks():
@@ -406,6 +500,10 @@ def digests_of(parameters: dict[str, torch.Tensor]) -> dict[str, int]:
         dist.all_reduce(sums)
         values = [value & MASK64 for value in sums.tolist()]
     return dict(zip(parameters, values))
+
+
+def _copy(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> None:
+    tensors[name] = tensor.detach().clone().cpu()
 
 
 def _several_ranks() -> bool:

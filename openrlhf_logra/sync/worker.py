@@ -14,9 +14,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from ..math.digest import digest_block, matrix_shape
-from ..math.exact import apply_block
+from ..math.exact import Update
 from .layout import Block, discover_layout
-from .record import Record, RecordError, decode
+from .record import Change, Record, RecordError, decode, write_change
+from .transport import Channel, receive
 
 BACKEND = "logra"
 
@@ -27,24 +28,31 @@ class LograInitInfo(WeightTransferInitInfo):
 
     Attributes:
         shapes: full shape of every trainer parameter by Hugging Face name.
-        version: version of the weights that the worker has loaded.
+        version: version of the weights that the worker has loaded; None where they are none that records follow
+            (a resumed run's engine, or one that was started again), so that only a dense sync can come first.
     """
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
-    version: int = 0
+    version: int | None = 0
 
 
 @dataclass
 class LograUpdateInfo(WeightTransferUpdateInfo):
-    """One sync.
+    """One message of a sync.
 
     Attributes:
         records: encoded records in order.
+        sizes: their lengths, where the bytes come by the channel instead.
+        position, last: place of the message in its sync. From the first message to the end of the last the weights
+            belong to no version.
         verify: whether to return digests of all weights afterwards.
         unpatched: names that some worker cannot patch, so that all take them whole.
     """
 
     records: list[bytes] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    position: int = 0
+    last: bool = True
     verify: bool = False
     unpatched: list[str] = field(default_factory=list)
 
@@ -58,15 +66,16 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
     init_info_cls = LograInitInfo
     update_info_cls = LograUpdateInfo
     supports_draft_weight_update = False
+    channel: Channel | None = None
 
     def init_transfer_engine(self, init_info: LograInitInfo) -> None:
         self._shapes = {name: tuple(shape) for name, shape in init_info.shapes.items()}
         self._layout, self._unknown = discover_layout(self.model, self._shapes, self.model.load_weights)
         self._matrices = {name: matrix_shape(shape) for name, shape in self._shapes.items()}
         self.version = init_info.version
-        self.stale: str | None = None
-        self._dense_parts = 0  # parts of a dense sync that have come, and the version they carry
-        self._dense_version: int | None = None
+        self.stale = None if init_info.version is not None else "its weights are no version of this run"
+        self.run: str | None = None
+        self._next_position = 0
 
     def describe_layout(self) -> dict:
         """Places in the checkpoint matrices that this worker holds, by name, and why it cannot patch the others."""
@@ -86,82 +95,73 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             RuntimeError: the records do not fit this worker's version, or an apply failed; the worker is then stale.
         """
         report = self.apply(update_info)
-        if report["stale"]:
+        if report["stale"] and update_info.last:
             raise RuntimeError(report["stale"])
 
-    def apply(self, update_info: LograUpdateInfo) -> dict:
-        """Apply the records and report.
+    def apply(self, info: LograUpdateInfo) -> dict:
+        """Apply the records of one message and report.
 
         Returns:
-            {"version", "applied" (matrices written), "stale" (None or the reason), "digests" (by name, a list of
-            [row, rows, column, columns, hexadecimal digest], when asked for and not stale)}.
+            {"version", "applied" (changes written), "stale" (None or the reason), "digests" (by name, a list of
+            [row, rows, column, columns, hexadecimal digest], when asked for, even if stale)}.
         """
         applied = 0
-        for name in update_info.unpatched:
+        for name in info.unpatched:
             self._layout.pop(name, None)
         parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
-            with torch.inference_mode():
-                for blob in update_info.records:
-                    applied += self._apply_record(decode(blob), parameters)
+            # The bytes are taken in any case: others of the channel wait for us.
+            blobs = receive(self.channel, info.sizes, self.device) if info.sizes else info.records
+            records = [decode(blob) for blob in blobs]  # all of them, before any is written
+            if records:
+                self._begin(info, records)
+                with torch.inference_mode():
+                    for record in records:
+                        applied += self._apply_record(record, parameters)
+                self._end(info)
         except Exception as error:  # reported to the trainer, which repairs or stops; the weights are a mixture now
-            self.stale = f"{type(error).__name__}: {error}"
-        digests = self._digests(parameters) if update_info.verify and not self.stale else {}
+            self.stale, self._next_position = f"{type(error).__name__}: {error}", 0
+        digests = self._digests(parameters) if info.verify else {}
         return {"version": self.version, "applied": applied, "stale": self.stale, "digests": digests}
 
-    def _apply_record(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
-        if record.header.kind == "dense":
-            return self._apply_dense(record, parameters)
-        return self._apply_factors(record, parameters)
-
-    def _apply_factors(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
-        header = record.header
-        if self.stale:
+    def _begin(self, info: LograUpdateInfo, records: list[Record]) -> None:
+        first = records[0]
+        if info.position == 0 and first.header.kind == "dense":
+            self.run = first.header.run  # whatever was before
+        elif info.position != self._next_position:
+            raise RecordError(f"message {info.position} of a sync came where {self._next_position} was due")
+        elif info.position == 0 and self.stale:
             raise RecordError(f"only a dense sync can follow ({self.stale})")
-        if header.base_version != self.version:
-            raise RecordError(
-                f"record {header.base_version} -> {header.version} does not follow version {self.version}"
-            )
-        updates = record.factors(self._matrices)
-        missing = [name for name in updates if name not in self._layout]
-        if missing:
-            raise RecordError(f"record {header.version}: the place of {missing[0]} in this engine is not known")
-        # Until the last matrix is written the weights belong to no version.
-        self.stale = f"the apply of version {header.version} did not finish"
-        for name, update in updates.items():
-            update = update.to(self.device)
-            for block in self._layout[name]:
-                apply_block(block.view(parameters), update, block.hf_row0, block.hf_col0)
-        self.stale = None
-        self.version = header.version
-        return len(updates)
+        self.stale = f"the sync to version {records[-1].header.version} did not finish"
 
-    def _apply_dense(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
+    def _end(self, info: LograUpdateInfo) -> None:
+        self._next_position = 0 if info.last else info.position + 1
+        if info.last:
+            self.stale = None
+
+    def _apply_record(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
         header = record.header
-        if header.part != 0 and (header.part, header.version) != (self._dense_parts, self._dense_version):
-            raise RecordError(f"dense part {header.part} of {header.parts} came where {self._dense_parts} was due")
-        if header.kind != "dense" or not record.tensors:
-            raise RecordError(f"dense record of version {header.version}: is empty, or is of kind {header.kind}")
-        reason = self.stale or f"the dense sync to version {header.version} did not finish"
-        self.stale, self._dense_parts, self._dense_version = reason, 0, header.version
-        for name, tensor in record.tensors.items():
-            if tuple(tensor.shape) != self._shapes.get(name) or tensor.dtype is not torch.bfloat16:
-                raise RecordError(
-                    f"dense record of version {header.version}: {name} is {tensor.dtype} {tuple(tensor.shape)}, "
-                    f"expected bf16 {self._shapes.get(name)}"
-                )
-            if name in self._layout:
-                matrix = tensor.view(self._matrices[name])
-                for block in self._layout[name]:
-                    row, rows, col, cols = block.place
-                    block.view(parameters).copy_(matrix[row : row + rows, col : col + cols])
-            else:
-                self.model.load_weights([(name, tensor.to(self.device))])
-        if header.part + 1 == header.parts:
-            self.stale, self.version = None, header.version
+        if self.run is not None and header.run != self.run:
+            raise RecordError(f"{record} is of run {header.run!r}; this engine follows run {self.run!r}")
+        if header.kind != "dense" and header.base_version != self.version:
+            raise RecordError(f"{record} does not follow version {self.version}")
+        count = 0
+        for name, change in record.changes(self._shapes):
+            self._write(name, change, record, parameters)
+            count += 1
+        self.run, self.version = header.run, header.version
+        return count
+
+    def _write(self, name: str, change: Change, record: Record, parameters: dict[str, torch.Tensor]) -> None:
+        if name in self._layout:
+            if isinstance(change, Update):
+                change = change.to(self.device)
+            for block in self._layout[name]:
+                write_change(change, block.view(parameters), block.hf_row0, block.hf_col0, self._matrices[name][1])
+        elif isinstance(change, torch.Tensor):
+            self.model.load_weights([(name, change.to(self.device))])
         else:
-            self._dense_parts = header.part + 1
-        return len(record.tensors)
+            raise RecordError(f"{record}: the place of {name} in this engine is not known")
 
     def _digests(self, parameters: dict[str, torch.Tensor]) -> dict[str, list[list]]:
         with torch.inference_mode():

@@ -13,7 +13,8 @@ PROJECTION_CACHE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the targets that share a module name and a shape, or the frozen rest. Sizes in bytes."""
+    """One line of the table: the targets that share a module name and a shape, or one of the two kinds of others:
+    trained densely, frozen. Sizes in bytes."""
 
     module: str
     count: int
@@ -30,17 +31,19 @@ class Coverage:
     """The whole table.
 
     Attributes:
-        rows: one per kind of target, then the frozen parameters.
+        rows: one per kind of target, then densely trained and frozen parameters.
         parameters: number of elements of the model, tied ones once.
-        sketched, frozen: the two parts that add up to it.
+        sketched, dense, frozen: the three parts that add up to it.
         full_sync: bytes of the bf16 weights that a stock sync sends.
-        dense_adam: bytes of gradient, fp32 master copy and two Adam moments of the targets under dense bf16 training.
+        dense_adam: bytes of gradient, fp32 master copy and two Adam moments of what is trained, under dense bf16
+            training.
         projections: bytes of cached projections.
     """
 
     rows: tuple[Row, ...]
     parameters: int
     sketched: int
+    dense: int
     frozen: int
     full_sync: int
     dense_adam: int
@@ -57,11 +60,12 @@ class Coverage:
         return sum(row.sketch + row.moments for row in self.rows) + self.projections
 
 
-def measure(model: nn.Module, targets: list[Target], config: LograConfig) -> Coverage:
-    """Coverage of `model` by `targets`; needs shapes only, so a model on the meta device will do.
+def measure(model: nn.Module, targets: list[Target], config: LograConfig, dense: tuple[str, ...] = ()) -> Coverage:
+    """Coverage of `model` by `targets` and densely trained parameters; needs shapes only, so that a model on the meta
+    device will do.
 
     Raises:
-        AssertionError: targets and frozen parameters do not add up to the model.
+        AssertionError: the parts do not add up to the model.
     """
     rank = config.rank
     kinds: dict[tuple[str, int, int], int] = {}
@@ -84,17 +88,21 @@ def measure(model: nn.Module, targets: list[Target], config: LograConfig) -> Cov
     sizes = {name: _numel(full_shape(parameter)) for name, parameter in model.named_parameters()}
     names = {target.name for target in targets}
     sketched = sum(sizes[name] for name in names)
-    frozen = [size for name, size in sizes.items() if name not in names]
-    rows.append(Row("(frozen)", len(frozen), "", None, 2 * sum(frozen), 0, 0, 0))
+    trained = [sizes[name] for name in dense]
+    frozen = [size for name, size in sizes.items() if name not in names and name not in dense]
+    for label, others in (("(dense)", trained), ("(frozen)", frozen)):
+        if others:
+            rows.append(Row(label, len(others), "", None, 2 * sum(others), 0, 0, 0))
     total = sum(sizes.values())
-    assert sketched + sum(frozen) == total, "sketched and frozen parameters must add up to the model"
+    assert sketched + sum(trained) + sum(frozen) == total, "sketched, dense and frozen must add up to the model"
     return Coverage(
         rows=tuple(rows),
         parameters=total,
         sketched=sketched,
+        dense=sum(trained),
         frozen=sum(frozen),
         full_sync=2 * total,
-        dense_adam=(2 + 4 + 8) * sketched,
+        dense_adam=(2 + 4 + 8) * (sketched + sum(trained)),
         projections=projection_cache_bytes(targets, rank),
     )
 
@@ -125,11 +133,15 @@ def render(coverage: Coverage) -> str:
         for line in (header, *body)
     ]
     lines.append(
-        f"sketched {coverage.sketched:,} + frozen {coverage.frozen:,} = all {coverage.parameters:,} parameters"
+        f"sketched {coverage.sketched:,} + dense {coverage.dense:,} + frozen {coverage.frozen:,} "
+        f"= all {coverage.parameters:,} parameters"
     )
     dense, full = human_bytes(coverage.dense_adam), human_bytes(coverage.full_sync)
-    lines.append(f"trainer state {human_bytes(coverage.state)} (dense Adam on the same targets {dense})")
-    lines.append(f"sync {human_bytes(coverage.record)} an update (full weights {full})")
+    if coverage.sketched:
+        lines.append(f"trainer state {human_bytes(coverage.state)} (dense Adam on the same parameters {dense})")
+        lines.append(f"sync {human_bytes(coverage.record)} an update (full weights {full})")
+    else:
+        lines.append(f"trainer state {dense}, sharded by DeepSpeed; sync: changed elements (full weights {full})")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from ..math.digest import as_matrix, digest_block, digest_flat
+from ..math.digest import digest_flat
 from ..math.exact import Update, apply_block, apply_flat
 from .targets import full_shape
 
@@ -45,16 +45,23 @@ def share_owned_bits(parameter: torch.Tensor) -> None:
         parameter.data.copy_(torch.cat(partitions)[: parameter.ds_numel].view(parameter.ds_shape))
 
 
-def squared_norm(parameter: torch.Tensor) -> float:
-    """Sum of squares of the elements that this rank counts: the partitions add up over ranks; a whole parameter is
-    counted by rank 0 alone."""
+def counted_elements(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The elements that this rank counts, so that every element is counted by one rank: its partition without padding;
+    of a whole parameter all of them on rank 0 and none elsewhere.
+
+    Returns:
+        A flat view of them, and the flat index of the first in the whole parameter.
+    """
     if is_partitioned(parameter):
-        start, size = _partition_start(parameter), parameter.ds_numel
-        values = parameter.ds_tensor.data[: max(0, size - start)]
-    elif dist.is_initialized() and dist.get_rank() != 0:
-        return 0.0
-    else:
-        values = parameter.data.flatten()
+        start = _partition_start(parameter)
+        return parameter.ds_tensor.data[: max(0, parameter.ds_numel - start)], start
+    values = parameter.data.flatten()
+    return (values[:0] if dist.is_initialized() and dist.get_rank() != 0 else values), 0
+
+
+def squared_norm(parameter: torch.Tensor) -> float:
+    """Sum of squares of the elements that this rank counts."""
+    values, _ = counted_elements(parameter)
     # In float32 tile by tile, at most half of it at once: no temporary has the size of the weight.
     tiles = values.split(max(1, min(_TILE_ELEMENTS, -(-values.numel() // 2))))
     return sum(float(torch.linalg.vector_norm(tile.float(), dtype=torch.float64)) ** 2 for tile in tiles)
@@ -62,12 +69,8 @@ def squared_norm(parameter: torch.Tensor) -> float:
 
 def digest(name: str, parameter: torch.Tensor) -> int:
     """Digest of the elements that this rank counts; adds up over ranks, modulo 2**64, to the parameter's digest."""
-    if is_partitioned(parameter):
-        return digest_flat(parameter.ds_tensor.data, name, _partition_start(parameter), parameter.ds_numel)
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return 0
-    matrix = as_matrix(parameter.data)
-    return digest_block(matrix, name, matrix.shape[1])
+    values, start = counted_elements(parameter)
+    return digest_flat(values, name, start, start + values.numel())
 
 
 @contextmanager

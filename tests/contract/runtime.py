@@ -84,11 +84,14 @@ class Client:
     def __init__(self, engines: list[Engine]):
         self.engines, self.calls, self.faults = engines, 0, {}
 
-    def initialise(self, info: dict) -> list:
-        return [engine.initialise(info) for engine in self.engines]
+    def count(self) -> int:
+        return len(self.engines)
+
+    def initialise(self, engines: list[int], info: dict) -> list:
+        return [self.engines[index].initialise(info) for index in engines]
 
     def sync(self, engines: list[int], info: dict) -> list:
-        if not info["records"]:  # first contact, which only asks for digests
+        if not info.get("records"):  # first contact, which only asks for digests
             return [self.engines[index].sync(info) for index in engines]
         fault = self.faults.get(self.calls, lambda index, engine, info: engine.sync(info))
         self.calls += 1

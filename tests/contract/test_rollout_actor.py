@@ -11,6 +11,8 @@ cpu.install()
 
 from openrlhf_logra.host import actors  # noqa: E402
 
+SYNC = {"records": [b"..."], "position": 0, "last": True}
+
 
 class Engine:
     """Answers RPCs when told to; generates one word."""
@@ -22,7 +24,8 @@ class Engine:
         await self.go.wait()
         return [{"version": 1, "applied": 1, "stale": self.stale, "digests": {}}]
 
-    async def reset_prefix_cache(self):
+    async def reset_prefix_cache(self, reset_running_requests):
+        assert reset_running_requests, "blocks of kept requests would survive"
         return self.reset
 
     def generate(self, *arguments, **named):
@@ -49,7 +52,7 @@ def test_a_request_during_a_sync_waits_for_its_end():
         engine = Engine()
         made = actor(engine)
         assert await generate(made) == "text"
-        sync = asyncio.create_task(made.logra_sync({}))
+        sync = asyncio.create_task(made.logra_sync(SYNC))
         await asyncio.sleep(0)
         request = generate(made)
         await asyncio.sleep(0.05)
@@ -66,14 +69,14 @@ def test_a_stale_engine_does_not_generate(stale, reset, monkeypatch):
         engine = Engine(stale, reset)
         made = actor(engine, prefix_caching=True)
         engine.go.set()
-        reports = await made.logra_sync({})
+        reports = await made.logra_sync(SYNC)
         assert reports[0]["stale"]
         monkeypatch.setattr(actors, "_REPAIR_SECONDS", 0.05)
         with pytest.raises(RuntimeError, match="no known version .(half applied|vLLM refused)"):
             await generate(made)
         waiting = generate(made)
         engine.stale, engine.reset = None, True
-        await made.logra_sync({})
+        await made.logra_sync(SYNC)
         assert await waiting == "text"
 
     asyncio.run(scenario())
@@ -89,7 +92,7 @@ def test_a_sync_that_raises_leaves_the_engine_stale(monkeypatch):
         engine.collective_rpc = broken
         made = actor(engine)
         with pytest.raises(OSError):
-            await made.logra_sync({})
+            await made.logra_sync(SYNC)
         monkeypatch.setattr(actors, "_REPAIR_SECONDS", 0.05)
         with pytest.raises(RuntimeError, match="a sync did not finish"):
             await generate(made)

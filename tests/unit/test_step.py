@@ -259,6 +259,6 @@ def test_zero_gradients_step_nowhere():
 def test_state_bytes_equal_the_coverage_table():
     for optimizer in ("sgd", "row_adam", "adam"):
         model, oracle, strategy = build(torch.bfloat16, optimizer=optimizer)
-        table = LograStrategy(strategy.config, oracle).attach()
+        table = LograStrategy(strategy.config, oracle).coverage()
         loss_of(model, batch()).backward()
         assert strategy.state_bytes == table.state

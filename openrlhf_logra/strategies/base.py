@@ -1,0 +1,114 @@
+"""What every strategy is: the few calls that the host makes, in this order."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import nn
+
+from ..config import ConfigError, LograConfig
+from ..math.exact import Update
+from ..train.coverage import Coverage
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one accumulation boundary did. None where a strategy has no such figure.
+
+    Attributes:
+        updates: one per target, in order, where engines can repeat the update; else empty.
+        skipped: whether a sketch, a weight or the step was not finite (or too large to square): nothing was applied.
+        version: number of updates applied so far, this one included.
+        grad_norm: unbiased estimate of the global gradient norm, before clipping; None leaves DeepSpeed's own.
+        sketch_norm: the sketches' share of it.
+        alpha: step size.
+        update_ratio: |step| / |W| over all targets.
+        seconds: time spent.
+    """
+
+    updates: tuple[Update, ...]
+    skipped: bool
+    version: int
+    grad_norm: float | None = None
+    sketch_norm: float | None = None
+    alpha: float | None = None
+    update_ratio: float | None = None
+    seconds: float = 0.0
+
+
+class Strategy:
+    """The life of one training method in one trainer process: `attach` before DeepSpeed wraps the model, `bind` after,
+    then `step` at every accumulation boundary, on every rank.
+
+    Args:
+        config: the flags.
+        model: the Hugging Face model; on the meta device for checks and `coverage` alone.
+
+    Raises:
+        ConfigError: flags and model do not fit.
+
+    Attributes:
+        trained: names of the parameters that training changes.
+        exact_updates: whether rollout engines can repeat `StepOutcome.updates` bit for bit.
+        version: number of updates applied.
+        state_bytes: bytes of trainer state that this rank keeps, or None where DeepSpeed keeps it.
+    """
+
+    trained: tuple[str, ...]
+    exact_updates: bool
+    state_bytes: int | None
+
+    def __init__(self, config: LograConfig, model: nn.Module):
+        self.config = config
+        self.version = 0
+        self._model = model
+
+    def coverage(self) -> Coverage:
+        """What is trained, and what it costs."""
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the stock model by name, a tied one once: what a sync covers."""
+        return dict(self._model.named_parameters())
+
+    def attach(self) -> None:
+        """Change the model before DeepSpeed wraps it."""
+
+    def bind(self, device: torch.device) -> None:
+        """Allocate state on the trainer's device, once DeepSpeed has wrapped the model."""
+
+    def step(self, alpha: float, max_norm: float) -> StepOutcome:
+        """Turn what backward left into one update. Called after DeepSpeed's own step; a collective.
+
+        Args:
+            alpha: step size in [0, inf).
+            max_norm: clips by one common factor when the global norm exceeds it; 0 does not clip.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict:
+        """Plain tensors and numbers; with the configuration, which a resume must repeat."""
+        return {"config": asdict(self.config), "version": self.version}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict()` of a run with the same configuration.
+
+        Raises:
+            ConfigError: the configuration differs; the message names the flags and both values.
+        """
+        ours, theirs = asdict(self.config), state["config"]
+        changed = [f"{key}: {theirs.get(key)} -> {ours[key]}" for key in ours if _differs(theirs, ours, key)]
+        if changed:
+            raise ConfigError(
+                f"the checkpoint was written with another LoGRA configuration ({'; '.join(changed)}); "
+                "resume with the same flags"
+            )
+        self.version = int(state["version"])
+
+
+# Flags that do not enter the mathematics may change at a resume.
+_FREE_TO_CHANGE = {"sync_mode", "sync_verify_every", "sync_log_dir", "allow_untested_host", "eval_at_start"}
+
+
+def _differs(theirs: dict, ours: dict, key: str) -> bool:
+    plain = [list(value) if isinstance(value, tuple) else value for value in (theirs.get(key), ours[key])]
+    return key not in _FREE_TO_CHANGE and plain[0] != plain[1]

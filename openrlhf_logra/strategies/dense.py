@@ -1,0 +1,25 @@
+"""OpenRLHF's own AdamW on every parameter, with the lossless sync: what LoGRA is compared with (spec section 9)."""
+
+from torch import nn
+
+from ..config import LograConfig
+from ..train.coverage import Coverage, measure
+from .base import StepOutcome, Strategy
+
+
+class DenseStrategy(Strategy):
+    """Changes nothing of the training; counts its updates."""
+
+    exact_updates = False
+    state_bytes = None
+
+    def __init__(self, config: LograConfig, model: nn.Module):
+        super().__init__(config, model)
+        self.trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+    def coverage(self) -> Coverage:
+        return measure(self._model, [], self.config, dense=self.trained)
+
+    def step(self, alpha: float, max_norm: float) -> StepOutcome:
+        self.version += 1
+        return StepOutcome(updates=(), skipped=False, version=self.version)
