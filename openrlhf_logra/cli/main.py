@@ -13,7 +13,7 @@ from types import ModuleType
 
 from openrlhf_logra import __version__
 
-COMMANDS = ("train", "describe", "doctor", "report")
+COMMANDS = ("train", "describe", "doctor", "report", "replay", "verify")
 # What follows these is for another program, `--help` included.
 PASSED_THROUGH = ("train",)
 

@@ -1,6 +1,8 @@
-"""A model's structure without its weights, as OpenRLHF would load it."""
+"""A model as OpenRLHF would load it: its structure alone, or with its weights."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,34 @@ def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Mod
     Raises:
         ConfigError: there is no such model, or its configuration cannot be read.
     """
+
+    def build(auto: type, config: Any) -> nn.Module:
+        with torch.device("meta"):
+            return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=True)
+
+    return _load(path, flag, build)
+
+
+def load_model(path: str, flag: str) -> nn.Module:
+    """The model of a directory or hub name on the CPU, with its weights as the trainer holds them after loading: every
+    parameter in bf16. `flag` is named in errors.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be loaded.
+    """
+
+    def build(auto: type, config: Any) -> nn.Module:
+        return auto.from_pretrained(path, dtype=torch.bfloat16, trust_remote_code=True)
+
+    model = _load(path, flag, build)
+    for parameter in model.parameters():
+        # transformers keeps some (routers, say) in float32; DeepSpeed's bf16 engine does not.
+        parameter.data = parameter.data.to(torch.bfloat16).contiguous()
+    return model
+
+
+def _load(path: str, flag: str, build: Callable[[type, Any], nn.Module]) -> nn.Module:
+    """`build(auto class, configuration)`, where the path is a model that can be trained."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if looks_local(path) and not Path(path).is_dir():
@@ -25,9 +55,7 @@ def load_skeleton(path: str, flag: str = "--actor.model_name_or_path") -> nn.Mod
         config = AutoConfig.from_pretrained(path, trust_remote_code=True)
         if getattr(config, "quantization_config", None):
             raise ValueError("its weights are quantised, and cannot be updated in place; give the bf16 model")
-        auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-        with torch.device("meta"):
-            return auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=True)
+        return build(AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM, config)
     except Exception as error:
         raise ConfigError(f"{flag} {path}: cannot be loaded: {one_line(error)}") from error
 

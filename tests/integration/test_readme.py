@@ -26,6 +26,8 @@ RUN_BY = {
     "openrlhf-logra doctor": "test_doctor",
     "openrlhf-logra describe --model DIR --logra.rank 64": "test_describe",
     "openrlhf-logra report RUN": "test_demo",
+    "openrlhf-logra replay --base MODEL --records DIR --step N --out OUT": "tests/unit/test_replay.py",
+    "openrlhf-logra verify --checkpoint OUT --records DIR": "tests/unit/test_replay.py",
     "pip uninstall openrlhf-logra": "tests/contract/test_packaging.py",
 }
 STARTS = ("bash ", "SEED=", "pip ", "python ", "openrlhf-logra ")
