@@ -82,7 +82,7 @@ class LograConfig:
         choices=SYNC_MODES,
     )
     sync_verify_every: int = _flag(
-        "sync.verify_every", 10, "Compare engine and trainer digests every N syncs (the first one always)."
+        "sync.verify_every", 10, "Compare engine and trainer digests every N syncs (the first and dense ones always)."
     )
     sync_log_dir: str | None = _flag(
         "sync.log_dir",

@@ -62,7 +62,7 @@ def rebuild(base: str, records: Path, version: int, out: Path) -> str:
         ConfigError: the base cannot be loaded, or `out` cannot be written.
     """
     from openrlhf_logra.host.models import load_model
-    from openrlhf_logra.math.digest import MASK64
+    from openrlhf_logra.math.digest import total_digest
     from openrlhf_logra.sync.log import find_route, first_stated, replay
 
     start = time.perf_counter()
@@ -77,7 +77,7 @@ def rebuild(base: str, records: Path, version: int, out: Path) -> str:
     write(model, base, out)
     return (
         f"{out}: version {version} of run {route.run}, {route.records} records, digest "
-        f"{sum(digests.values()) & MASK64:016x}, {time.perf_counter() - start:.1f} s"
+        f"{total_digest(digests):016x}, {time.perf_counter() - start:.1f} s"
         + ("; not verified: no record states digests" if first is None else "")
     )
 

@@ -32,8 +32,8 @@ from .vllm_plugin import ENABLED
 
 _CHECKPOINT_KEY = "logra"
 _SYNC_CHECKPOINT_KEY = "logra_sync"
-_REPAIR_SECONDS = 600  # how long a request waits for the sync that its engine needs
 _ANSWER_SECONDS = 600  # how long the trainer waits for an engine, and for one to be started again
+_REPAIR_SECONDS = 3 * _ANSWER_SECONDS  # how long a request waits: a sync that fails, a restart, a dense sync
 _COPIED_TO_RAY_WORKERS = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
@@ -162,12 +162,29 @@ class RayEngines:
         deadline = time.monotonic() + self._seconds
         records = update_info.get("records")
         # A broadcast needs everyone: the repair of some engines goes through the object store.
-        if self._channel is None or not records or len(engines) < len(self._engines):
+        if not records or len(engines) < len(self._engines) or not self._all_join(engines, deadline):
             return self._call(engines, "logra_sync", update_info, deadline)
         info = {**update_info, "records": [], "sizes": [len(record) for record in records]}
         references = self._submit(engines, "logra_sync", info)
-        send(self._channel, records, torch.cuda.current_device())
-        return [_result(reference, deadline) for reference in references]
+        sent = send(self._channel, records, torch.cuda.current_device(), deadline)
+        answers = [_result(reference, deadline) for reference in references]
+        if not sent or any(isinstance(answer, Exception) for answer in answers):
+            self._leave_the_channel()
+        return answers
+
+    def _all_join(self, engines: list[int], deadline: float) -> bool:
+        """Whether there is a channel that every engine will take part in: one that is gone would be waited for."""
+        if self._channel is None:
+            return False
+        answers = self._call(engines, "logra_sync", {}, deadline)
+        if any(isinstance(answer, Exception) for answer in answers):
+            self._leave_the_channel()
+        return self._channel is not None
+
+    def _leave_the_channel(self) -> None:
+        # An engine that was started again is in no group.
+        print("[logra] an engine failed: from here on records travel by Ray's object store", flush=True)
+        self._channel = None
 
     def _call(self, engines: list[int], method: str, argument: dict, deadline: float) -> list:
         return [_result(reference, deadline) for reference in self._submit(engines, method, argument)]
@@ -277,6 +294,7 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
         copied = os.environ.get(_COPIED_TO_RAY_WORKERS, "")
         os.environ[_COPIED_TO_RAY_WORKERS] = ",".join(filter(None, (copied, ENABLED)))
         self._stale: str | None = None
+        self._closed = 0  # how often the gate was
         self._known_version = asyncio.Event()
         if ray.get_runtime_context().was_current_actor_reconstructed:
             self._stale = "it was started again, with the base model"
@@ -302,6 +320,7 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
         asks_only = not (update_info.get("records") or update_info.get("sizes"))
         if not asks_only:
             self._close("a sync did not finish")
+        closed = self._closed
         reports = await self._on_workers("logra_sync", update_info)
         if asks_only or not update_info["last"]:
             return reports
@@ -311,12 +330,14 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
             if not await self.llm.reset_prefix_cache(reset_running_requests=True):
                 stale = "vLLM refused to reset its prefix cache"
                 reports = [{**report, "stale": stale} for report in reports]
-        self._stale = stale
-        if stale is None:
-            self._known_version.set()
+        if closed == self._closed:  # otherwise the trainer has given this sync up, and another one is under way
+            self._stale = stale
+            if stale is None:
+                self._known_version.set()
         return reports
 
     def _close(self, reason: str) -> None:
+        self._closed += 1
         self._known_version.clear()
         self._stale = reason
 
@@ -330,10 +351,11 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
 
     async def generate(self, *args, **kwargs):
         # Requests that arrive during a sync wait for its end; those at a stale engine, for its repair.
-        try:
-            await asyncio.wait_for(self._known_version.wait(), _REPAIR_SECONDS)
-        except asyncio.TimeoutError:
-            raise RuntimeError(f"LoGRA: this engine's weights are no known version ({self._stale})") from None
+        while not self._known_version.is_set():  # again after a wait, which others may have closed meanwhile
+            try:
+                await asyncio.wait_for(self._known_version.wait(), _REPAIR_SECONDS)
+            except asyncio.TimeoutError:
+                raise RuntimeError(f"LoGRA: this engine's weights are no known version ({self._stale})") from None
         return await super().generate(*args, **kwargs)
 
 

@@ -59,7 +59,7 @@ def _check_combinations(args: SimpleNamespace) -> None:
             f"--ds.zpg {args.ds.zpg}: ZeRO++ keeps a second copy of every partition that an update would miss; use 1",
         ),
         (
-            args.train.enable_ema and args.logra.method != "dense",
+            args.train.enable_ema,
             "--train.enable_ema: OpenRLHF's moving average skips parameters without gradient, so that LoGRA's targets "
             "would stay at their first value; drop it",
         ),

@@ -9,7 +9,7 @@ import torch
 
 MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_TILE_ELEMENTS = 1 << 18
+_TILE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # fits a core's cache; fills a GPU
 
 
 def name_hash(name: str) -> int:
@@ -43,14 +43,19 @@ def digest_block(block: torch.Tensor, name: str, width: int, row0: int = 0, col0
         An integer in [0, 2**64). Digests of blocks that partition a matrix add up to the matrix's, modulo 2**64.
     """
     rows, cols = block.shape
-    step = max(1, _TILE_ELEMENTS // max(cols, 1))
-    total = 0
+    step = max(1, _TILE_ELEMENTS.get(block.device.type, 1 << 24) // max(cols, 1))
+    total = torch.zeros((), dtype=torch.int64, device=block.device)
     for start in range(0, rows, step):
         tile = block[start : start + step]
         row = torch.arange(row0 + start, row0 + start + tile.shape[0], dtype=torch.int64, device=block.device)
         index = row[:, None] * width + torch.arange(col0, col0 + cols, dtype=torch.int64, device=block.device)
         total += _weighted_sum(tile, index, name)
-    return total & MASK64
+    return int(total) & MASK64
+
+
+def total_digest(digests: dict[str, int]) -> int:
+    """Digest of a model from those of its parameters."""
+    return sum(digests.values()) & MASK64
 
 
 def digest_flat(shard: torch.Tensor, name: str, start: int, size: int) -> int:
@@ -65,11 +70,11 @@ def digest_flat(shard: torch.Tensor, name: str, start: int, size: int) -> int:
     return digest_block(shard[:count].view(-1, 1), name, 1, row0=start) if count else 0
 
 
-def _weighted_sum(tile: torch.Tensor, index: torch.Tensor, name: str) -> int:
+def _weighted_sum(tile: torch.Tensor, index: torch.Tensor, name: str) -> torch.Tensor:
     # int64 arithmetic wraps modulo 2**64, which is the arithmetic of the formula.
     weights = _mix64(index * signed64(_GOLDEN) + signed64(name_hash(name)))
     bits = tile.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
-    return int(weights.mul_(bits).sum()) & MASK64
+    return weights.mul_(bits).sum()
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:

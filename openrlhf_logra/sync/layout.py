@@ -7,7 +7,7 @@ need no table of architectures.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -54,15 +54,25 @@ def discover_layout(
     """
     layout: dict[str, list[Block]] = {}
     unknown: dict[str, str] = {}
+    parameters = dict(model.named_parameters())
+    learnt: dict[object, dict[str, list[Block]]] = {}
     # Layer by layer, so that scratch and index tensors are the size of one layer and not of the model.
     for layer in dict.fromkeys(_layer(name) for name in shapes):
         group = {name: shape for name, shape in shapes.items() if _layer(name) == layer}
+        # Layers alike are learnt once: a minute for a large model instead of an hour. Digests at first contact tell
+        # whether each really is.
+        kind = frozenset((_with_layer(name, "*"), tuple(shape)) for name, shape in group.items())
+        if copied := _copy(learnt.get(kind, {}), layer, parameters):
+            layout.update(copied)
+            continue
         try:
             found = _discover_group(model, layer, group, load_weights)
         except Exception as error:  # a loader that cannot take a part of the checkpoint, or writes to another layer
             unknown.update(dict.fromkeys(group, f"the loader failed: {type(error).__name__}: {error}"))
             continue
         layout.update(found)
+        if layer is not None and len(found) == len(group):
+            learnt[kind] = found
         unknown.update({name: "not found in whole rows of a bf16 parameter" for name in group if name not in found})
     return layout, unknown
 
@@ -70,6 +80,32 @@ def discover_layout(
 def _layer(name: str) -> str | None:
     """The outermost number in a dotted name: checkpoint and runtime names differ, layer numbers do not."""
     return next((part for part in name.split(".") if part.isdigit()), None)
+
+
+def _with_layer(name: str, layer: str) -> str:
+    """The name with another outermost number."""
+    parts = name.split(".")
+    place = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return name if place is None else ".".join([*parts[:place], layer, *parts[place + 1 :]])
+
+
+def _copy(
+    learnt: dict[str, list[Block]], layer: str | None, parameters: dict[str, torch.Tensor]
+) -> dict[str, list[Block]]:
+    """The layout of another layer of the same kind; empty where the runtime's layers are not alike."""
+    copied: dict[str, list[Block]] = {}
+    for name, blocks in learnt.items():
+        for block in blocks:
+            ours, theirs = parameters[block.parameter], parameters.get(other := _with_layer(block.parameter, layer))
+            if (
+                theirs is None
+                or theirs.shape != ours.shape
+                or theirs.dtype != ours.dtype
+                or not theirs.is_contiguous()
+            ):
+                return {}
+            copied.setdefault(_with_layer(name, layer), []).append(replace(block, parameter=other))
+    return copied
 
 
 def _discover_group(

@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from ..math.digest import as_matrix, digest_block, matrix_shape
-from .record import Header, Record, RecordError, decode, write_change
+from .record import Header, Record, RecordError, decode, read_header, write_change
 
 _SUFFIX = ".safetensors"
 
@@ -25,24 +25,32 @@ class RecordLog:
     Args:
         folder: made if needed.
         run: name of the run.
+        parent: checksum of the run's last record; empty where there is none.
         version: version at which the run begins, or goes on after a resume.
 
     Raises:
-        RecordError: the folder holds the records of another run.
+        RecordError: the folder holds the records of another run, or some that do not lead to where this one stands.
     """
 
-    def __init__(self, folder: str | Path, run: str, version: int):
+    def __init__(self, folder: str | Path, run: str, parent: str, version: int):
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        abandoned = []
+        abandoned, last = [], None
         for path in record_files(self._folder):
-            header = _read(path).header
+            header = read_header(path)
             if header.run != run:
                 raise RecordError(
                     f"{path} is of run {header.run}, this is run {run}; give --logra.sync.log_dir another directory"
                 )
             if header.version > version:
                 abandoned.append(path)
+            else:
+                last = header
+        if last is not None and last.checksum != parent:
+            raise RecordError(
+                f"{self._folder}: its records up to version {last.version} do not lead to this run's checkpoint (was "
+                "it resumed without its log, or from an abandoned branch?); give --logra.sync.log_dir another one"
+            )
         if abandoned:
             # A resumed run goes another way from here. The old way is kept, apart.
             aside = self._folder / f"abandoned-{len(list(self._folder.glob('abandoned-*'))):03d}"

@@ -13,11 +13,13 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from ..math.digest import total_digest
 from ..math.exact import ROUNDINGS, Update, apply_block, max_quantum
 from ..math.projection import Projection, projection_index
 from .sparse import Elements, compress, decompress
@@ -73,9 +75,8 @@ class Header:
 
     def with_digests(self, digests: dict[str, int]) -> "Header":
         """The same header, stating the digests of all parameters after the record."""
-        total = sum(digests.values()) & (1 << 64) - 1
         table = json.dumps({name: f"{value:016x}" for name, value in digests.items()})
-        return replace(self, digest=f"{total:016x}", digests=table)
+        return replace(self, digest=f"{total_digest(digests):016x}", digests=table)
 
 
 @dataclass(frozen=True)
@@ -174,9 +175,25 @@ class Record:
         draw = Projection(header.seed, index, name, header.rank, shape[1], header.distribution)
         return Update(draw, header.update, q, s, header.rounding)
 
-    def without(self, names: set[str]) -> "Record":
-        """The same record, lacking the changes of some parameters; its old checksum is void."""
-        return Record(self.header, {key: t for key, t in self.tensors.items() if self._name(key) not in names})
+    def pieces(self, without: set[str], limit: int) -> Iterator["Record"]:
+        """The record, but for some parameters, in pieces of at most `limit` bytes or one parameter. Each is a record
+        between the same versions that changes other parameters. One without changes is a piece too."""
+        kept: dict[str, torch.Tensor] = {}
+        size, sizes = 0, self.sizes()
+        for name in self.names():
+            if name in without:
+                continue
+            if kept and size + sizes[name] > limit:
+                yield Record(self.header, kept)
+                kept, size = {}, 0
+            kept.update(self._keys_of(name))
+            size += sizes[name]
+        if kept or not self.tensors:
+            yield Record(self.header, kept)
+
+    def _keys_of(self, name: str) -> list[tuple[str, torch.Tensor]]:
+        keys = [name, *(f"{name}.{form}" for form in _OTHER_HALF)]
+        return [(key, self.tensors[key]) for key in keys if key in self.tensors and self._name(key) == name]
 
 
 def write_change(change: Change, block: torch.Tensor, row0: int, col0: int, width: int) -> None:
@@ -256,19 +273,40 @@ def decode(blob: bytes) -> Record:
     """
     try:
         tensors = load(blob)
-        length = int.from_bytes(blob[:8], "little")
-        metadata = json.loads(blob[8 : 8 + length]).get("__metadata__") or {}
-        if metadata.get("format") != FORMAT:
-            raise RecordError(f"record format {metadata.get('format')!r}; this version reads {FORMAT!r}")
-        header = Header(**{f.name: f.type(metadata[f.name]) for f in fields(Header)})
+        header = _header(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
         found = _checksum(_with_checksum(blob, _UNSEALED.encode()))
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RecordError):
-            raise
+    except RecordError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:  # all safetensors'
         raise RecordError(f"not a record, or a damaged one ({len(blob)} bytes): {error}") from error
     if found != header.checksum:
         raise RecordError(f"damaged record {header.base_version} -> {header.version}: its checksum does not hold")
     return Record(header, tensors)
+
+
+def read_header(path: str | Path) -> Header:
+    """The header of a record in a file, without reading the rest; its checksum is not looked at.
+
+    Raises:
+        RecordError: it is no record of this format.
+    """
+    try:
+        with open(path, "rb") as file:
+            return _header(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, OverflowError, MemoryError) as error:
+        raise RecordError(f"not a record: {error}") from error
+
+
+def _header(encoded: bytes) -> Header:
+    try:
+        metadata = json.loads(encoded).get("__metadata__", {})
+        if metadata.get("format") != FORMAT:
+            raise RecordError(f"record format {metadata.get('format')!r}; this version reads {FORMAT!r}")
+        return Header(**{f.name: f.type(metadata[f.name]) for f in fields(Header)})
+    except RecordError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecordError(f"not a record: {error}") from error
 
 
 def _checksum(blob: bytes) -> str:

@@ -4,16 +4,21 @@ Updates that an engine can repeat become factor records. Everything else (Gaussi
 `--logra.sync.mode sparse`) becomes one sparse record per sync, found by comparing with a copy of the weights.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..math.exact import Update
 from ..train.shards import counted_elements
+from ..train.targets import full_shape
 from .log import RecordLog
 from .record import Record, encode, factor_record, sparse_record
 from .sparse import Elements, changed_elements, join
+
+_GATHERED_ELEMENTS = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,9 @@ class Position:
 
 @dataclass(frozen=True)
 class Sealed:
-    """A record in the queue: its blob, and the parameters it changes."""
+    """A record in the queue, and the parameters it changes."""
 
-    blob: bytes
+    record: Record
     names: list[str]
 
 
@@ -59,16 +64,27 @@ class RecordStream:
         log: RecordLog | None,
         is_sender: bool,
     ):
-        self.position = position
+        self._position = position
         self.version = version
         self.form = "factor" if by_factors else "sparse"
         self._refresh_every, self._limit, self._is_sender = refresh_every, limit, is_sender
         self._log = log
-        self._pending: Record | None = None
+        self._open: list[Record] = []  # not sealed yet: one, or more after an error
         self._recorded = version  # the version that the last record leads to
         self._changing = {} if by_factors else {name: parameters[name] for name in changing}
         self._copies = {name: counted_elements(p)[0].cpu().clone() for name, p in self._changing.items()}
         self.clear()
+
+    @property
+    def position(self) -> Position:
+        """Run and last record. What is still open is sealed, so that a resume continues it."""
+        self._seal()
+        return self._position
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self._position.run
 
     @property
     def copy_bytes(self) -> int:
@@ -86,9 +102,11 @@ class RecordStream:
         """Take the update that made `version`."""
         self.version = version
         if self.form == "factor" and self._is_sender:
-            self._seal()
-            # Kept open until the next update or sync, which knows the digest after it.
-            self._pending = factor_record(updates, version, self._refresh_every)
+            try:
+                self._seal()
+            finally:
+                # Kept open until the next update or sync, which knows the digest after it.
+                self._open.append(factor_record(updates, version, self._refresh_every))
 
     def close(self, digests: dict[str, int]) -> None:
         """Turn everything up to the present into records. A collective in sparse form.
@@ -96,53 +114,88 @@ class RecordStream:
         Args:
             digests: of all parameters at the present version, or empty.
         """
+        found: dict[str, Elements] = {}
         if self.form == "sparse" and self.version != self._recorded:
-            changes = self._differences()
+            found, changes = self._differences()
             if self._is_sender:
-                self._pending = sparse_record(changes, self._recorded, self.version)
-            self._recorded = self.version
-        if self._pending is not None and digests:
-            self._pending = replace(self._pending, header=self._pending.header.with_digests(digests))
+                self._open = [sparse_record(changes, self._recorded, self.version)]
+        if self._open and digests:
+            self._open[-1] = replace(self._open[-1], header=self._open[-1].header.with_digests(digests))
         self._seal()
+        # Only now: until a record holds the changes they must be found again.
+        for name, elements in found.items():
+            copy, start = self._copies[name], counted_elements(self._changing[name])[1]
+            copy.view(torch.int16)[elements.indices - start] = elements.bits
+        if self.form == "sparse":
+            self._recorded = self.version
 
     def _seal(self) -> None:
-        if self._pending is None:
-            return
-        record, self._pending = self._pending, None
-        header = replace(record.header, run=self.position.run, parent=self.position.parent)
-        record = Record(header, record.tensors)
-        blob, checksum = encode(record)
-        self.position = replace(self.position, parent=checksum)
-        self._recorded = header.version
-        if self._log is not None:
-            self._log.write(header.version, blob)
-        if self.complete:
-            self._keep(record, blob)
+        while self._open:
+            record = self._open[0]
+            header = replace(record.header, run=self._position.run, parent=self._position.parent)
+            record = Record(header, record.tensors)
+            blob, checksum = encode(record)
+            if self._log is not None:
+                self._log.write(header.version, blob)
+            del self._open[0]
+            self._position = replace(self._position, parent=checksum)
+            self._recorded = header.version
+            if self.complete:
+                self._keep(record)
 
-    def _keep(self, record: Record, blob: bytes) -> None:
+    def _keep(self, record: Record) -> None:
         sizes = record.sizes()
-        self.queue.append(Sealed(blob, list(sizes)))
+        self.queue.append(Sealed(record, list(sizes)))
         for name, size in sizes.items():
             self.bytes_of[name] = self.bytes_of.get(name, 0) + size
         if sum(self.bytes_of.values()) > self._limit:
             self.queue, self.bytes_of, self.complete = [], {}, False
 
-    def _differences(self) -> dict[str, Elements]:
-        """Changed elements of every changing parameter since the last record, on the sender."""
-        found: dict[str, tuple[int, Elements]] = {}
+    def _differences(self) -> tuple[dict[str, Elements], dict[str, Elements]]:
+        """Changed elements of every changing parameter since the last record: this rank's own, and on the sender
+        everyone's. Where a rank fails, the sender raises."""
+        own: dict[str, Elements] = {}
+        joined: dict[str, Elements] = {}
+        failure = None
+        for names in self._batches():
+            try:
+                found: Any = {name: self._difference(name) for name in names}
+            except Exception as error:  # told to the sender: the others gather, and wait for this rank
+                found = f"{type(error).__name__}: {error}"
+            everyone = self._gather(found)
+            failure = failure or next((rank for rank in everyone if isinstance(rank, str)), None)
+            if failure or isinstance(found, str):
+                continue
+            own.update({name: elements for name, (_, elements) in found.items()})
+            for name in names if self._is_sender else ():
+                parts = sorted((rank[name] for rank in everyone), key=lambda part: part[0])
+                joined[name] = join([elements for _, elements in parts])
+        if failure:
+            raise RuntimeError(f"changed elements could not be found: {failure}")
+        return own, {name: elements for name, elements in joined.items() if len(elements.indices)}
+
+    def _batches(self) -> Iterator[list[str]]:
+        """Names whose changes are gathered together: bounded in memory, the same on every rank."""
+        batch: list[str] = []
+        size = 0
         for name, parameter in self._changing.items():
-            elements, start = counted_elements(parameter)
-            now = elements.cpu()
-            found[name] = start, changed_elements(self._copies[name], now, start)
-            self._copies[name].copy_(now)
-        everyone = [found]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            everyone = [{}] * dist.get_world_size()
-            dist.gather_object(found, everyone if self._is_sender else None, dst=0)
-        if not self._is_sender:
-            return {}
-        joined = {}
-        for name in self._changing:
-            parts = sorted((rank[name] for rank in everyone), key=lambda part: part[0])
-            joined[name] = join([elements for _, elements in parts])
-        return {name: elements for name, elements in joined.items() if len(elements.indices)}
+            elements = torch.Size(full_shape(parameter)).numel()
+            if batch and size + elements > _GATHERED_ELEMENTS:
+                yield batch
+                batch, size = [], 0
+            batch.append(name)
+            size += elements
+        if batch:
+            yield batch
+
+    def _difference(self, name: str) -> tuple[int, Elements]:
+        elements, start = counted_elements(self._changing[name])
+        return start, changed_elements(self._copies[name], elements.cpu(), start)
+
+    def _gather(self, found: Any) -> list[Any]:
+        """What every rank found, on the sender; nothing elsewhere."""
+        if not (dist.is_initialized() and dist.get_world_size() > 1):
+            return [found]
+        everyone: list[Any] | None = [None] * dist.get_world_size() if self._is_sender else None
+        dist.gather_object(found, everyone, dst=0)
+        return everyone or []

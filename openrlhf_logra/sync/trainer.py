@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from ..math.digest import MASK64, matrix_shape, signed64
+from ..math.digest import MASK64, matrix_shape, signed64, total_digest
 from ..math.exact import Update
 from ..train.shards import digest, gathered
 from ..train.targets import full_shape
 from .log import RecordLog
-from .record import decode, dense_record, encode, sparse_record
+from .record import dense_record, encode, sparse_record
 from .stream import Position, RecordStream
 from .worker import BACKEND
 
@@ -103,12 +103,13 @@ class SyncReport:
 
 @dataclass
 class _Plan:
-    """What the sender decided. `whole`: parameters sent whole, all of them (mode dense) or those for which records
-    would not do."""
+    """What the sender decided. `messages`: how many the queued records take. `whole`: parameters that are sent whole,
+    all of them (mode dense) or those for which records would not do."""
 
     mode: str
     verify: bool = False
     engines: list[int] = field(default_factory=list)
+    messages: int = 0
     whole: list[str] = field(default_factory=list)
 
 
@@ -135,9 +136,9 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         self._version = init_info.version
         self._engine_versions: list[int | None] | None = None
         self._lost: set[int] = set()  # engines that did not answer: they may have been started again
-        self._unknown: dict[str, str] = {}
+        self._unknown_of: dict[int, dict[str, str]] = {}  # by engine: parameters it cannot place, and why
         self._rearranged: list[str] = []
-        self._workers = 0
+        self._workers: dict[int, int] = {}  # of each engine
         self._syncs = 0
         self._failure: Exception | None = None
         self._log: RecordLog | None = None
@@ -152,7 +153,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
 
     def _open_log(self) -> None:
         if self._info.log_dir:
-            self._log = RecordLog(self._info.log_dir, self._position.run, self._version)
+            self._log = RecordLog(self._info.log_dir, self._position.run, self._position.parent, self._version)
 
     def _make_stream(self) -> RecordStream:
         return RecordStream(
@@ -220,9 +221,19 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         """First contact if needed. None: every engine is at the trainer's version; else whether digests are due."""
         if self._engine_versions is None:
             self._initialise()
-        if all(version == self._version for version in self._engine_versions):
+        if all(version == self._version for version in self._engine_versions) and self._still_there():
             return None
         return self._syncs % self._info.verify_every == 0
+
+    def _still_there(self) -> bool:
+        """Whether every engine is what it was: one that was started again in the meantime has to be brought here."""
+        for engine, workers in self._ask(list(range(len(self._engine_versions))), {}):
+            if isinstance(workers, Exception):
+                self._lost.add(engine)
+            elif all(worker["version"] == self._version and not worker["stale"] for worker in workers):
+                continue
+            self._engine_versions[engine] = None
+        return all(version == self._version for version in self._engine_versions)
 
     def _plan(self, verify: bool) -> _Plan:
         self._find_lost()
@@ -231,16 +242,18 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         if self._info.mode == "dense" or not follows or not stream.complete:
             if self._info.loaded_version is None and self._syncs == 0:
                 print(f"[logra] resumed at version {self._version}: the first sync is dense", flush=True)
-            return _Plan("dense", True, engines, self._sendable)
-        whole = [name for name in self._info.trained if name in self._unknown]
+            return _Plan("dense", True, engines, whole=self._sendable)
+        unknown = self._unknown
+        whole = [name for name in self._info.trained if name in unknown]
         if self._info.mode == "auto":
             whole += [n for n, size in stream.bytes_of.items() if size > 2 * self._numel(n) and n not in whole]
-        return _Plan(stream.form, verify, engines, whole)
+        messages = sum(1 for _ in self._pieces(set(whole), measure=True))
+        return _Plan(stream.form, verify, engines, messages, whole)
 
     def _repair_plan(self) -> _Plan:
         self._find_lost()
         stale = [i for i, version in enumerate(self._engine_versions) if version != self._version]
-        return _Plan("dense", True, stale, self._sendable)
+        return _Plan("dense", True, stale, whole=self._sendable)
 
     def _initialise(self) -> None:
         """First contact: layouts of all workers; what some engine cannot patch is sent whole."""
@@ -259,18 +272,19 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         answers = self.client.initialise(engines, {"shapes": shapes, "version": version})
         if not engines or len(answers) != len(engines) or not all(answers):
             raise SyncError("no engine, or one without workers, answered")
-        unknown: dict[str, str] = {}
+        known = self._unknown
         for engine, workers in zip(engines, answers):
             if isinstance(workers, Exception):
                 raise SyncError(f"engine {engine} did not start its LoGRA end: {workers}")
+            self._workers[engine] = len(workers)
+            unknown = self._unknown_of[engine] = {}
             for worker in workers:
                 unknown.update(worker["unknown"])
             for name in self._shapes:
                 places = {tuple(place) for worker in workers for place in worker["places"].get(name, ())}
                 if name not in unknown and sum(r * c for _, r, _, c in places) != self._numel(name):
                     unknown[name] = "the workers' blocks do not cover it"
-        new = {name: reason for name, reason in unknown.items() if name not in self._unknown}
-        self._unknown.update(new)
+        new = {name: reason for name, reason in self._unknown.items() if name not in known}
         if new:
             print(
                 f"[logra] the place of {len(new)} parameters in the rollout engine could not be learnt; "
@@ -278,13 +292,15 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                 + "; ".join(f"{name} ({reason})" for name, reason in new.items()),
                 flush=True,
             )
-        self._workers = max(len(workers) for workers in answers)
 
     def _find_lost(self) -> None:
         """Engines that did not answer may have been started again, with the base model: introduce us anew."""
-        for engine in sorted(self._lost):
-            self._introduce([engine], None)
-            self._lost.remove(engine)
+        lost = sorted(self._lost)
+        if not lost:
+            return
+        self._introduce(lost, None)
+        self._lost.clear()
+        for engine in lost:
             print(f"[logra] engine {engine} answers again; it takes a dense sync", flush=True)
 
     def _find_rearranged(self, engines: list[int]) -> None:
@@ -315,8 +331,15 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             )
 
     @property
+    def _unknown(self) -> dict[str, str]:
+        """Parameters that some engine cannot place, and why."""
+        return {name: reason for unknown in self._unknown_of.values() for name, reason in unknown.items()}
+
+    @property
     def _sendable(self) -> list[str]:
-        return [name for name in self._shapes if name not in self._rearranged]
+        """What a dense sync sends: what an engine has arranged its own way, and no training changes, it keeps."""
+        left_alone = {*self._rearranged, *(name for name in self._unknown if name not in self._info.trained)}
+        return [name for name in self._shapes if name not in left_alone]
 
     def _numel(self, name: str) -> int:
         return torch.Size(self._shapes[name]).numel()
@@ -343,28 +366,32 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
     def _messages(self, plan: _Plan) -> Iterator[_Message]:
         """What goes into one RPC each. Ranks that do not send yield empty records in step."""
         parts = self._split(plan.whole)
-        base_version = self._version
-        if plan.mode != "dense":
-            records, changes = self._queued(set(plan.whole))
-            if records or not parts:
-                yield _Message(records, changes, last=not parts)
-            else:  # the parts are all there is: they lead to the present version by themselves
-                base_version = self._stream.base_version
+        pieces = self._pieces(set(plan.whole)) if self.is_sender else iter([])
+        for index in range(plan.messages):
+            records, changes = self._guarded(partial(next, pieces, None)) or ([], 0)
+            yield _Message(records, changes, last=index + 1 == plan.messages and not parts)
+        # Without the queue the parts lead to the present version by themselves.
+        base_version = self._version if plan.messages or plan.mode == "dense" else self._stream.base_version
         for index, names in enumerate(parts):
             blob = self._encode_whole(plan.mode, names, base_version if index == 0 else self._version)
             yield _Message([blob], len(names), last=index + 1 == len(parts))
 
-    def _queued(self, whole: set[str]) -> tuple[list[bytes], int]:
-        """The queue without what goes whole, and the number of changes in it; no record that holds nothing else."""
-        blobs, changes = [], 0
+    def _pieces(self, whole: set[str], measure: bool = False) -> Iterator[tuple[list[bytes], int]]:
+        """Queued records without what goes whole, as the messages that carry them: records and number of changes each.
+        A record that is too large for one goes in pieces. `measure`: only as many, without their bytes."""
+        records: list[bytes] = []
+        changes, size = 0, 0
         for sealed in self._stream.queue:
-            names = [name for name in sealed.names if name not in whole]
-            if len(names) == len(sealed.names):
-                blobs.append(sealed.blob)
-            elif names:
-                blobs.append(encode(decode(sealed.blob).without(whole))[0])
-            changes += len(names)
-        return blobs, changes
+            for piece in sealed.record.pieces(whole, _PART_BYTES):
+                length = sum(piece.sizes().values())
+                if records and size + length > _PART_BYTES:
+                    yield records, changes
+                    records, changes, size = [], 0, 0
+                records.append(b"" if measure else encode(piece)[0])
+                changes += len(piece.names())
+                size += length
+        if records:
+            yield records, changes
 
     def _split(self, names: list[str]) -> list[list[str]]:
         parts: list[list[str]] = []
@@ -385,9 +412,12 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         for name in names:
             with gathered(self._parameters[name]) as tensor:
                 if self.is_sender:
-                    self._guarded(partial(_copy, tensor, tensors, name))
-        if not self.is_sender or self._failure is not None:
+                    tensors[name] = self._guarded(partial(_copied, tensor))
+        if not self.is_sender:
             return b""
+        return self._guarded(partial(self._whole_record, mode, tensors, base_version)) or b""
+
+    def _whole_record(self, mode: str, tensors: dict[str, torch.Tensor], base_version: int) -> bytes:
         if mode == "dense":
             record = dense_record(tensors, self._version)
         else:
@@ -405,25 +435,26 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             "last": message.last,
             "verify": bool(expected) and message.last,
         }
+        for engine in plan.engines:  # until it has ended well they are at none
+            self._engine_versions[engine] = None
         for engine, workers in self._ask(plan.engines, info):
-            if isinstance(workers, Exception):
+            if isinstance(workers, Exception) or len(workers) != self._workers[engine]:
                 self._lost.add(engine)
-            fault = self._fault(workers, message)
+            fault = self._fault(engine, workers, message)
             if not fault and message.last and expected:
                 fault = self._mismatch(workers, expected, report)
             if fault:
-                self._engine_versions[engine] = None
                 problem = problem or f"engine {engine}: {fault}"
             elif message.last:
                 self._engine_versions[engine] = self._version
         return problem
 
-    def _fault(self, workers: list[dict] | Exception, message: "_Message") -> str | None:
+    def _fault(self, engine: int, workers: list[dict] | Exception, message: "_Message") -> str | None:
         """Why an engine's answer is not the one that was due, or None."""
         if isinstance(workers, Exception):
             return f"{type(workers).__name__}: {workers}"
-        if len(workers) != self._workers:
-            return f"{len(workers)} of {self._workers} workers answered"
+        if len(workers) != self._workers[engine]:
+            return f"{len(workers)} of {self._workers[engine]} workers answered"
         for worker in workers:
             if worker["stale"] and message.last:
                 return worker["stale"]
@@ -445,7 +476,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                 return f"digest of {name}: {shown}, the trainer's is {value:016x}"
         if compared:
             report.digest_ok = report.digest_ok is not False
-            report.digest = sum(expected.values()) & MASK64
+            report.digest = total_digest(expected)
         return None
 
     def _combined_digest(self, name: str, workers: list[dict]) -> int | str:
@@ -461,11 +492,11 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             return "the workers' blocks do not cover it"
         return sum(blocks.values()) & MASK64
 
-    def _guarded(self, compute: Callable[[], Any]) -> None:
-        """Do something that only the sender can fail in; the next `_shared` raises its error on every rank, none of
-        which is left waiting."""
+    def _guarded(self, compute: Callable[[], Any]) -> Any:
+        """Do something between collectives. An error of the sender's is kept, and None returned: the next `_shared`
+        raises it on every rank, none of which is left waiting."""
         try:
-            compute()
+            return compute()
         except Exception as error:
             if not self.is_sender:
                 raise
@@ -502,8 +533,8 @@ def digests_of(parameters: dict[str, torch.Tensor]) -> dict[str, int]:
     return dict(zip(parameters, values))
 
 
-def _copy(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], name: str) -> None:
-    tensors[name] = tensor.detach().clone().cpu()
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _several_ranks() -> bool:

@@ -76,6 +76,9 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
         self.stale = None if init_info.version is not None else "its weights are no version of this run"
         self.run: str | None = None
         self._next_position = 0
+        self._step: tuple[int, int] | None = None  # versions of the record before, in a sync under way
+        self._changed: set[str] = set()  # what that step has changed so far
+        self._unpatched: set[str] = set()
 
     def describe_layout(self) -> dict:
         """Places in the checkpoint matrices that this worker holds, by name, and why it cannot patch the others."""
@@ -106,8 +109,7 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             [row, rows, column, columns, hexadecimal digest], when asked for, even if stale)}.
         """
         applied = 0
-        for name in info.unpatched:
-            self._layout.pop(name, None)
+        self._unpatched = set(info.unpatched)
         parameters = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
             # The bytes are taken in any case: others of the channel wait for us.
@@ -132,6 +134,10 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             raise RecordError(f"message {info.position} of a sync came where {self._next_position} was due")
         elif info.position == 0 and self.stale:
             raise RecordError(f"only a dense sync can follow ({self.stale})")
+        if info.position == 0:
+            self._step, self._changed = None, set()
+        for record in records:
+            self._check_place(record)
         self.stale = f"the sync to version {records[-1].header.version} did not finish"
 
     def _end(self, info: LograUpdateInfo) -> None:
@@ -139,21 +145,35 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
         if info.last:
             self.stale = None
 
-    def _apply_record(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
-        header = record.header
+    def _check_place(self, record: Record) -> None:
+        """Whether a record follows those before it in this sync: a further step, or a piece of the same one."""
+        header, names = record.header, set(record.names())
+        step = header.base_version, header.version
         if self.run is not None and header.run != self.run:
             raise RecordError(f"{record} is of run {header.run!r}; this engine follows run {self.run!r}")
-        if header.kind != "dense" and header.base_version != self.version:
-            raise RecordError(f"{record} does not follow version {self.version}")
+        at = self.version if self._step is None else self._step[1]
+        begins = header.kind == "dense" and self._step is None
+        if not begins and step != self._step and header.base_version != at:
+            raise RecordError(f"{record} does not follow version {at}")
+        if not begins and header.kind == "dense" and header.version != at:
+            raise RecordError(f"{record} does not belong to version {at}")
+        if step != self._step:
+            self._step, self._changed = step, set()
+        repeated = names & self._changed
+        if repeated:
+            raise RecordError(f"{record} changes {min(repeated)} again")
+        self._changed |= names
+
+    def _apply_record(self, record: Record, parameters: dict[str, torch.Tensor]) -> int:
         count = 0
         for name, change in record.changes(self._shapes):
             self._write(name, change, record, parameters)
             count += 1
-        self.run, self.version = header.run, header.version
+        self.run, self.version = record.header.run, record.header.version
         return count
 
     def _write(self, name: str, change: Change, record: Record, parameters: dict[str, torch.Tensor]) -> None:
-        if name in self._layout:
+        if name in self._layout and name not in self._unpatched:
             if isinstance(change, Update):
                 change = change.to(self.device)
             for block in self._layout[name]:
@@ -168,6 +188,7 @@ class LograWeightTransferEngine(WeightTransferEngine[LograInitInfo, LograUpdateI
             return {
                 name: [[*block.place, f"{self._digest(name, block, parameters):016x}"] for block in blocks]
                 for name, blocks in self._layout.items()
+                if name not in self._unpatched
             }
 
     def _digest(self, name: str, block: Block, parameters: dict[str, torch.Tensor]) -> int:

@@ -215,7 +215,7 @@ def warm_start(
             if step % 25 == 0 or done:
                 print(f"step {step}, {seconds:.0f} s, loss {loss.item():.3f}, pass@1 {pass1:.3f}", flush=True)
         if step == settings.max_steps and not done:
-            sys.exit(f"prepare: pass@1 is {pass1:.3f} after {step} steps, not {settings.target_pass1}; try another SEED")
+            sys.exit(f"prepare: pass@1 {pass1:.3f} after {step} steps, not {settings.target_pass1}; try another SEED")
     return rounded, {"steps": step, "seconds": round(seconds, 1), "expected_pass1": round(pass1, 4)}
 
 

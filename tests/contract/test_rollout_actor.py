@@ -38,7 +38,7 @@ class Engine:
 def actor(engine, prefix_caching=False):
     made = actors.LograRolloutRayActor.__new__(actors.LograRolloutRayActor)
     made.llm, made.kwargs, made._mm_pad_token_ids = engine, {"enable_prefix_caching": prefix_caching}, None
-    made._stale, made._known_version = None, asyncio.Event()
+    made._stale, made._closed, made._known_version = None, 0, asyncio.Event()
     made._known_version.set()
     return made
 

@@ -180,7 +180,7 @@ def test_a_record_of_another_shape_is_refused():
     name = TARGETS[0]
     q, s = quantize(torch.randn(7, 4))
     wrong = (Update(Projection(0, 0, name, 4, 24), 0, q, s),)
-    trainer.sender._stream._pending = None
+    trainer.sender._stream._open.clear()
     trainer.sender.push(wrong, 1)
     report = trainer.sender.send_weights()
     assert report.mode == "dense" and held_equals(trainer)

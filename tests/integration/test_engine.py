@@ -1,10 +1,16 @@
 """The sync against a real vLLM engine, without Ray and DeepSpeed: records, versions, digests, repair (spec 7)."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from vllm_engines import Trainer
 from vllm_engines import engine as start_engine
 
+from openrlhf_logra.sync.log import read_log
 from openrlhf_logra.sync.record import decode, dense_record, encode
 
 
@@ -120,6 +126,16 @@ def test_auto_sends_whole_what_would_be_larger_as_factors(trainer):
     assert {name for record in records for name in record.names()} == set(made.strategy.trained)
     made.update()
     assert made.sender.send_weights().digest_ok
+
+
+def test_a_sync_moves_no_random_state(trainer, engine):
+    """Sampling goes on as if there had been none."""
+    state = lambda worker: torch.get_rng_state().tolist()  # noqa: E731
+    made = trainer()
+    made.update()
+    before = engine.collective_rpc(state)
+    assert made.sender.send_weights().digest_ok
+    assert engine.collective_rpc(state) == before
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -254,3 +270,27 @@ def test_log_probs_of_engine_and_trainer_agree(trainer, engine):
     for position, (token, found) in enumerate(zip(tokens, output.outputs[0].logprobs)):
         expected = logits[len(prompt) - 1 + position, token]
         assert abs(found[token].logprob - float(expected)) < 0.05
+
+
+def test_a_late_engine_catches_up_from_the_log(trainer, engine, tmp_path):
+    """An engine that holds the base model takes the log's records, and is where the others are."""
+    made = trainer(log_dir=str(tmp_path))
+    for updates in (1, 2):
+        made.update(updates)
+        report = made.sender.send_weights()
+    base = Trainer(made._path, [engine])
+    reset(base)
+    records = [path.read_bytes() for path, _ in read_log(tmp_path)]
+    ((answer,),) = base.client.sync([0], {"records": records, "verify": True})
+    assert answer["stale"] is None and answer["version"] == 3
+    total = sum(int(value, 16) for blocks in answer["digests"].values() for *_, value in blocks)
+    assert total & (1 << 64) - 1 == report.digest
+
+
+def test_the_standalone_example_runs(tiny_model):
+    script = Path(__file__).parents[2] / "recipes" / "standalone_sync.py"
+    settings = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    finished = subprocess.run([sys.executable, script, tiny_model], env=settings, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    reports = [line for line in finished.stdout.splitlines() if line.startswith("SyncReport")]
+    assert len(reports) == 3 and all("mode='factor'" in line and "digest_ok=True" in line for line in reports)

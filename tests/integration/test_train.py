@@ -3,51 +3,94 @@
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import FULL
+from safetensors.torch import load_file
 from training import LOGRA_FLAGS, digest_of_checkpoint, processes_of, run, start, stock_flags, wait_until_gone
 
 # Every stage, rank count and engine count, and every pair of the last two.
 COVERING = [(0, 1, 2), (1, 2, 1), (2, 1, 1), (3, 2, 2)]
-LOGRA_TRAIN = [str(Path(sys.executable).with_name("openrlhf-logra")), "train"]
+LOGRA = str(Path(sys.executable).with_name("openrlhf-logra"))
 COMBINATIONS = list(itertools.product((0, 1, 2, 3), (1, 2), (1, 2))) if FULL else COVERING
+# What else is switched on at each stage.
+ALSO = {
+    0: {"--vllm.enable_prefix_caching": None},
+    1: {"--train.async_enable": None, "--train.partial_rollout_enable": None, "--vllm.enable_prefix_caching": None},
+    2: {"--vllm.tensor_parallel_size": 2},
+    3: {},
+}
+
+
+def replay(folder: Path, base: Path, version: int) -> Path:
+    out = folder / "replayed"
+    command = ["--base", base, "--records", folder / "records", "--step", version, "--out", out]
+    subprocess.run([LOGRA, "replay", *map(str, command)], check=True)
+    return out
 
 
 @pytest.mark.parametrize("zero, ranks, engines", COMBINATIONS)
 def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines, wide_model, tmp_path):
-    """ZeRO 1 starts through `openrlhf-logra train`, ZeRO 0 has prefix caching on."""
-    changes = {"--vllm.enable_prefix_caching": None} if zero == 0 else {}
-    flags = stock_flags(wide_model, tmp_path, zero=zero, ranks=ranks, engines=engines, **changes)
-    finished = run([*flags, *LOGRA_FLAGS], tmp_path, program=LOGRA_TRAIN if zero == 1 else None)
+    """ZeRO 1 starts through `openrlhf-logra train`."""
+    flags = stock_flags(wide_model, tmp_path, zero=zero, ranks=ranks, engines=engines, **ALSO[zero])
+    flags = [*flags, *LOGRA_FLAGS, "--logra.sync.log_dir", "records"]
+    finished = run(flags, tmp_path, program=[LOGRA, "train"] if zero == 1 else None)
     assert finished.code == 0, finished.output[-5000:]
     assert [step.version for step in finished.steps] == [2, 4, 6]
     assert all(step.digest for step in finished.steps), [step.line for step in finished.steps]
     assert len({step.digest for step in finished.steps}) == 3, "every step must have changed the weights"
     assert finished.steps[-1].digest == digest_of_checkpoint(tmp_path / "model")
+    assert finished.steps[-1].digest == digest_of_checkpoint(replay(tmp_path, wide_model, 6))
     roles = [role for role, _ in finished.roles()]
     assert roles.count("driver") == 1
     assert roles.count("trainer actor") == ranks
     assert roles.count("rollout actor") == engines
-    # Per engine: the rollout actor's own process, and the engine core with its worker in it.
-    assert roles.count("vLLM process") == 2 * engines
+    # Per engine: the rollout actor's own process, and the engine core with its worker in it; or two workers beside it.
+    assert roles.count("vLLM process") == (4 if zero == 2 else 2) * engines
 
 
-def test_gaussian_goes_dense_and_is_exact(tiny_model, tmp_path):
-    flags = stock_flags(tiny_model, tmp_path, steps=2, zero=3, ranks=2)
-    finished = run([*flags, *LOGRA_FLAGS, "--logra.distribution", "gaussian"], tmp_path)
+FIFTY_UPDATES = {
+    "factors": ({"zero": 2}, LOGRA_FLAGS),
+    # Weights in partitions, and a product that engines cannot repeat: changed elements are gathered from two ranks.
+    "gaussian": ({"zero": 3, "ranks": 2}, [*LOGRA_FLAGS, "--logra.distribution", "gaussian"]),
+    "dense": (
+        {"zero": 1, "ranks": 2, "--actor.adam.lr": 1e-3},
+        ["--logra.enable", "--logra.method", "dense", "--logra.sync.verify_every", "1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, logra", FIFTY_UPDATES.values(), ids=list(FIFTY_UPDATES))
+def test_fifty_updates_replay_to_the_checkpoint(changes, logra, tiny_model, tmp_path):
+    """Every sync verified; the base model and the records give the saved checkpoint, tensor by tensor."""
+    flags = [*stock_flags(tiny_model, tmp_path, steps=25, **changes), *logra, "--logra.sync.log_dir", "records"]
+    finished = run(flags, tmp_path)
     assert finished.code == 0, finished.output[-5000:]
-    assert [step.version for step in finished.steps] == [2, 4] and all(step.digest for step in finished.steps)
-    assert finished.steps[-1].digest == digest_of_checkpoint(tmp_path / "model")
+    assert [step.version for step in finished.steps] == list(range(2, 51, 2))
+    assert all(step.digest for step in finished.steps), [step.line for step in finished.steps]
+    assert len({step.digest for step in finished.steps}) == 25, "every step must have changed the weights"
+    form = "sync factor" if logra == LOGRA_FLAGS else "sync sparse"
+    assert all(form in step.line for step in finished.steps)
+    replayed = replay(tmp_path, tiny_model, 50)
+    held, saved = (load_file(path / "model.safetensors") for path in (replayed, tmp_path / "model"))
+    # OpenRLHF may save the tied head as a tensor of its own; transformers does not.
+    assert torch.equal(
+        saved.pop("lm_head.weight", saved["model.embed_tokens.weight"]), saved["model.embed_tokens.weight"]
+    )
+    assert held.keys() == saved.keys() and all(torch.equal(held[name], saved[name]) for name in held)
+    assert finished.steps[-1].digest == digest_of_checkpoint(replayed)
 
 
 def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tmp_path):
-    """Save every step, stop with Ctrl-C after the second, resume: one dense sync, then records again."""
+    """Save every step, stop with Ctrl-C after the second, resume: one dense sync, then records again, in one log."""
     flags = stock_flags(tiny_model, tmp_path, steps=4, **{"--ckpt.save_steps": 1})
-    process, log, mark = start([*flags, *LOGRA_FLAGS], tmp_path)
+    flags += [*LOGRA_FLAGS, "--logra.sync.log_dir", "records"]
+    process, log, mark = start(flags, tmp_path)
     end = time.monotonic() + 300
     while "[logra] step 2:" not in log.read_text(errors="replace") and time.monotonic() < end:
         time.sleep(0.2)
@@ -60,7 +103,7 @@ def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tm
     assert wait_until_gone(mark, 30) == []
     assert not processes_of(mark)
 
-    finished = run([*flags, *LOGRA_FLAGS, "--ckpt.load_enable"], tmp_path)
+    finished = run([*flags, "--ckpt.load_enable"], tmp_path)
     assert finished.code == 0, finished.output[-5000:]
     first = finished.steps[0]
     resumed = 2 * (first.number - 1)
@@ -68,3 +111,4 @@ def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tm
     assert finished.output.count(f"resumed at version {resumed}: the first sync is dense") == 1
     assert all("sync factor" in step.line for step in finished.steps), "only the sync before the first step is dense"
     assert finished.steps[-1].number == 4 and finished.steps[-1].digest == digest_of_checkpoint(tmp_path / "model")
+    assert finished.steps[-1].digest == digest_of_checkpoint(replay(tmp_path, tiny_model, 8))

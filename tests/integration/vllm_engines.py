@@ -20,7 +20,7 @@ EXTENSION = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
 def engine(path, tensor_parallel_size=1, **options):
     """A vLLM engine with our end in its workers."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # read at every RPC, on both sides
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tensor_parallel_size)))
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # the engines of a test share the cores
     os.environ.update({ENABLED: "1", "VLLM_CPU_KVCACHE_SPACE": "1"})
     from vllm import LLM
 
@@ -82,13 +82,15 @@ class Trainer:
         self.strategy.bind(torch.device("cpu"))
         self.client = LocalEngines(engines)
         self.parameters = self.strategy.parameters()
+        if sync.get("loaded_version", 0) == 0:
+            sync["base_digests"] = digests_of(self.parameters)
         self.sender = LograTrainerEngine.trainer_init(
             LograTrainerInitInfo(
                 rank=0,
                 trained=self.strategy.trained,
                 exact_updates=self.strategy.exact_updates,
                 refresh_every=config.refresh_every,
-                **{"verify_every": 1, "base_digests": digests_of(self.parameters), **sync},
+                **{"verify_every": 1, **sync},
             ),
             client=self.client,
             source=self.parameters,
