@@ -86,4 +86,4 @@ def process():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_engines_hold_what_a_fresh_load_would(name, process, tmp_path):
-    process.submit(check, name, tmp_path, FULL or name in ("qwen2", "phi3")).result()
+    process.submit(check, name, tmp_path, FULL or name == "phi3").result()
