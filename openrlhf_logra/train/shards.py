@@ -26,7 +26,7 @@ def apply_update(parameter: torch.Tensor, update: Update) -> None:
     with torch.no_grad():
         if is_partitioned(parameter):
             apply_flat(parameter.ds_tensor.data, update, _partition_start(parameter))
-            if not _is_gathered(parameter):
+            if not _is_gathered(parameter) or _is_its_partition(parameter):
                 return
             # Small parameters stay gathered beside their partition (stage3_param_persistence_threshold).
         apply_block(parameter.data, update)
@@ -87,6 +87,11 @@ def gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _is_gathered(parameter: torch.Tensor) -> bool:
     return parameter.data.numel() == parameter.ds_numel and tuple(parameter.data.shape) == full_shape(parameter)
+
+
+def _is_its_partition(parameter: torch.Tensor) -> bool:
+    """Of a single rank the gathered parameter and its partition are one memory."""
+    return parameter.data.data_ptr() == parameter.ds_tensor.data_ptr()
 
 
 def _partition_start(parameter: torch.Tensor) -> int:

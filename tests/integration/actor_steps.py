@@ -22,6 +22,7 @@ from openrlhf.models import Actor  # noqa: E402
 from openrlhf_logra.config import add_flags  # noqa: E402
 from openrlhf_logra.host import actors  # noqa: E402
 from openrlhf_logra.math.digest import as_matrix, digest_block  # noqa: E402
+from openrlhf_logra.math.exact import apply_block  # noqa: E402
 from openrlhf_logra.train.shards import digest, gathered  # noqa: E402
 
 
@@ -106,6 +107,19 @@ def whole_weights(engine) -> dict[str, torch.Tensor]:
     return weights
 
 
+def as_sent(loaded: dict[str, torch.Tensor], sent: list) -> dict[str, torch.Tensor] | None:
+    """The targets as an engine has them that loaded the checkpoint and applied what was sent; None where updates are
+    not exact."""
+    weights = {}
+    for update in (update for updates in sent for update in updates):
+        if update.s is None:
+            return None
+        name = update.projection.name
+        weights.setdefault(name, loaded[name].clone())
+        apply_block(weights[name], update)
+    return weights
+
+
 def run(config: dict, folder: Path) -> dict:
     strategy, actor, optimizer, scheduler = build(config)
     logra, engine = strategy.logra, actor.model
@@ -118,6 +132,8 @@ def run(config: dict, folder: Path) -> dict:
         return decide(alpha, max_norm)
 
     logra._decide = watched
+    sent = []
+    strategy.on_update = lambda updates, version: sent.append([update.to("cpu") for update in updates])
     result["buffers"] = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
     for step in range(config.get("steps", 2)):
         train_step(strategy, actor, optimizer, scheduler, step, config)
@@ -125,6 +141,7 @@ def run(config: dict, folder: Path) -> dict:
     result["versions"] = logra.version
     result["state_bytes"], result["table_bytes"] = logra.state_bytes, strategy.coverage.state
     result["weights"] = whole_weights(engine)
+    result["as_sent"] = as_sent(result["loaded"], sent)
     result["shard_digests"] = {name: digest(name, p) for name, p in engine.module.named_parameters()}
     result["digests"] = {
         name: digest_block(as_matrix(weight), name, as_matrix(weight).shape[1])

@@ -108,6 +108,15 @@ def test_every_rank_holds_the_same_bits_and_they_moved(results, world, name):
     assert all(torch.equal(ranks[0]["log_probs"], rank["log_probs"]) for rank in ranks)
 
 
+def test_the_trainer_holds_what_it_sends(results, world, name):
+    """The checkpoint and the updates, applied apart from the trainer, give its weights bit for bit."""
+    for rank in results[world][0]:
+        expected = rank[name]["as_sent"]
+        assert (expected is None) == ("gaussian" in name)
+        for key, weight in (expected or {}).items():
+            assert torch.equal(weight, rank[name]["weights"][key]), key
+
+
 def test_digests_of_shards_add_up(results, world, name):
     ranks = [rank[name] for rank in results[world][0]]
     for key, value in ranks[0]["digests"].items():
