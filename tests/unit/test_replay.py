@@ -51,7 +51,7 @@ class Trainer:
             by_factors=self.by_factors,
             refresh_every=1,
             limit=sys.maxsize,
-            log=RecordLog(self.folder, position.run, self.version),
+            log=RecordLog(self.folder, position.run, position.parent, self.version),
             is_sender=True,
         )
 
