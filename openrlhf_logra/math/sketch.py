@@ -7,6 +7,7 @@ W and adds g^T P to S.
 from collections.abc import Callable
 
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
@@ -109,3 +110,47 @@ def grad_anchor(x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     backward pass. The output does not depend on the anchor's value, so even a damaged anchor cannot reach the policy.
     """
     return _GradAnchor.apply(x, anchor)
+
+
+def side_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    projection: torch.Tensor,
+    coefficients: torch.Tensor,
+    epsilon: float,
+) -> torch.Tensor:
+    """x (W + epsilon D)^T + b for the step direction D = -C A, without forming D: the side path of finite differences.
+
+    Args:
+        x: input [..., k].
+        weight: W [d, k].
+        projection: A [r, k], float32.
+        coefficients: C = eta U [d, r], float32.
+
+    Returns:
+        Output [..., d] in the dtype of x W^T.
+    """
+    y = F.linear(x, weight, bias)
+    side = project(x, projection) @ coefficients.t()
+    return y.float().sub_(side.view(y.shape), alpha=epsilon).to(y.dtype)
+
+
+def side_rate(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    projection: torch.Tensor,
+    coefficients: torch.Tensor,
+) -> torch.Tensor:
+    """The same linear at epsilon = 0 with its derivative along epsilon as tangent: forward-mode AD.
+
+    Args:
+        x: input, a dual tensor where something upstream has changed already.
+    """
+    primal, tangent = fwAD.unpack_dual(x)
+    y = F.linear(primal, weight, bias)
+    rate = -(project(primal, projection) @ coefficients.t()).view(y.shape)
+    if tangent is not None:
+        rate += F.linear(tangent, weight).float()
+    return fwAD.make_dual(y, rate.to(y.dtype))

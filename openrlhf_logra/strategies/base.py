@@ -35,9 +35,31 @@ class StepOutcome:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """A step before its size is known: -alpha eta U A for each target.
+
+    Attributes:
+        finite: whether it can be taken.
+        grad_norm: as in StepOutcome.
+        eta: so that |eta U A| over all targets is update_ratio |W|.
+        ratio: |step| / |W| at alpha = 1.
+        directions: U of each target, float32 [d, r], on every rank until the step is taken; empty where a strategy's
+            step is no such product.
+        started: time.perf_counter() when it was begun.
+    """
+
+    finite: bool
+    grad_norm: float | None = None
+    eta: float = 0.0
+    ratio: float = 0.0
+    directions: tuple[torch.Tensor, ...] = ()
+    started: float = 0.0
+
+
 class Strategy:
     """The life of one training method in one trainer process: `attach` before DeepSpeed wraps the model, `bind` after,
-    then `step` at every accumulation boundary, on every rank.
+    then `propose` and `commit` at every accumulation boundary, on every rank.
 
     Args:
         config: the flags.
@@ -76,14 +98,25 @@ class Strategy:
     def bind(self, device: torch.device) -> None:
         """Allocate state on the trainer's device, once DeepSpeed has wrapped the model."""
 
-    def step(self, alpha: float, max_norm: float) -> StepOutcome:
-        """Turn what backward left into one update. Called after DeepSpeed's own step; a collective.
+    def propose(self, max_norm: float) -> Proposal:
+        """Turn what backward left into one step, not yet taken. Called after DeepSpeed's own step; a collective.
 
         Args:
-            alpha: step size in [0, inf).
             max_norm: clips by one common factor when the global norm exceeds it; 0 does not clip.
         """
         raise NotImplementedError
+
+    def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
+        """Take the proposed step at this size, or none (alpha None). A collective, with the same alpha everywhere.
+
+        Args:
+            alpha: step size in [0, inf).
+        """
+        raise NotImplementedError
+
+    def step(self, alpha: float, max_norm: float) -> StepOutcome:
+        """`propose`, then `commit`."""
+        return self.commit(self.propose(max_norm), alpha)
 
     def state_dict(self) -> dict:
         """Plain tensors and numbers; with the configuration, which a resume must repeat."""

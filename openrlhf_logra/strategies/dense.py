@@ -4,7 +4,7 @@ from torch import nn
 
 from ..config import LograConfig
 from ..train.coverage import Coverage, measure
-from .base import StepOutcome, Strategy
+from .base import Proposal, StepOutcome, Strategy
 
 
 class DenseStrategy(Strategy):
@@ -20,6 +20,9 @@ class DenseStrategy(Strategy):
     def coverage(self) -> Coverage:
         return measure(self._model, [], self.config, dense=self.trained)
 
-    def step(self, alpha: float, max_norm: float) -> StepOutcome:
+    def propose(self, max_norm: float) -> Proposal:
+        return Proposal(finite=True)
+
+    def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
         self.version += 1
         return StepOutcome(updates=(), skipped=False, version=self.version)

@@ -1,13 +1,15 @@
 """LoGRA: sketches instead of gradients (spec sections 2 to 5; paper, Algorithm 1).
 
-Rank 0 decides, everyone applies: sketches are reduced to rank 0, which turns them into quantised coefficients; these
-are broadcast and every rank applies the same update to the elements it holds. So ranks cannot drift apart, whatever
-their hardware, and the optimizer's moments exist once.
+Rank 0 decides, everyone applies: sketches are reduced to rank 0, which turns them into directions; these are broadcast
+and every rank quantises them (element by element, in IEEE arithmetic that no hardware does otherwise) and applies the
+same update to the elements it holds. So ranks cannot drift apart, and the optimizer's moments exist once.
 """
 
 import math
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,11 +20,11 @@ from ..config import LograConfig
 from ..math.direction import Direction, make_direction, squared_norm_of_product, step_size
 from ..math.exact import Update, quantize
 from ..math.projection import Projection, projection_index
-from ..math.sketch import SketchSink, grad_anchor, sketch_linear
+from ..math.sketch import SketchSink, grad_anchor, side_linear, side_rate, sketch_linear
 from ..train.coverage import Coverage, measure, projection_cache_bytes
 from ..train.shards import apply_update, share_owned_bits, squared_norm
 from ..train.targets import Target, check_rank, find_targets
-from .base import StepOutcome, Strategy
+from .base import Proposal, StepOutcome, Strategy
 
 ANCHOR = "logra_anchor"
 _LARGEST_NORM = 1e19  # beyond, squares overflow float32 and would poison the moments: as good as not finite
@@ -39,6 +41,7 @@ class LograStrategy(Strategy):
         self.exact_updates = config.distribution == "rademacher"
         self._cached = projection_cache_bytes(self.targets, config.rank) > 0
         self._projections: dict[str, torch.Tensor] = {}
+        self._probed: tuple[Proposal, float | str] | None = None
 
     # ---- before DeepSpeed -------------------------------------------------------------------------------------------
 
@@ -52,13 +55,29 @@ class LograStrategy(Strategy):
         """Freeze every parameter, sketch the targets, and give autograd its one trainable anchor."""
         self._model.requires_grad_(False)
         self._sinks = [SketchSink(torch.empty(0)) for _ in self.targets]
-        for target, sink in zip(self.targets, self._sinks):
-            target.module.forward = partial(self._forward, target, sink)
+        for index, target in enumerate(self.targets):
+            target.module.forward = partial(self._forward, index)
         self._add_anchor()
 
-    def _forward(self, target: Target, sink: SketchSink, input: torch.Tensor) -> torch.Tensor:
-        module = target.module
-        return sketch_linear(input, module.weight, module.bias, partial(self._projection, target, input.device), sink)
+    def _forward(self, index: int, input: torch.Tensor) -> torch.Tensor:
+        target = self.targets[index]
+        weight, bias = target.module.weight, target.module.bias
+        if self._probed is None:
+            projection = partial(self._projection, target, input.device)
+            return sketch_linear(input, weight, bias, projection, self._sinks[index])
+        proposal, how = self._probed
+        side = self._projection(target, input.device), proposal.directions[index] * proposal.eta
+        return side_rate(input, weight, bias, *side) if how == "jvp" else side_linear(input, weight, bias, *side, how)
+
+    @contextmanager
+    def along(self, proposal: Proposal, how: float | str) -> Iterator[None]:
+        """For a while the model computes as if the proposed step had been taken at alpha = `how` (no weight changes),
+        or, with "jvp", carries the derivative along it as tangents. Forward passes without gradient only."""
+        self._probed = proposal, how
+        try:
+            yield
+        finally:
+            self._probed = None
 
     def _add_anchor(self) -> None:
         # DeepSpeed does not start without a trainable parameter, and nothing would flow back to the first target.
@@ -108,12 +127,8 @@ class LograStrategy(Strategy):
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
-    def step(self, alpha: float, max_norm: float) -> StepOutcome:
-        """Turn the accumulated sketches into one update and apply it. A collective: every rank must call it.
-
-        Args:
-            alpha: step size in [0, inf).
-            max_norm: clips the sketches by one common factor when their global norm exceeds it; 0 does not clip.
+    def propose(self, max_norm: float) -> Proposal:
+        """Direction and eta, the same on every rank; the directions take the sketches' place in memory.
 
         Raises:
             RuntimeError: a target received no gradient since the last step; its name is in the message.
@@ -121,24 +136,37 @@ class LograStrategy(Strategy):
         start = time.perf_counter()
         self._check_contributions()
         self._reduce()
-        decision = self._decide(alpha, max_norm)
+        proposal = replace(self._decide(max_norm), started=start)
+        if proposal.finite:
+            _broadcast_bits(self._flat)
+            proposal = replace(proposal, directions=self._by_target(self._flat))
+        return proposal
+
+    def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
+        updates = ()
+        if proposal.finite and alpha is not None and math.isfinite(alpha * proposal.eta):
+            scale = alpha * proposal.eta / math.sqrt(self.config.rank)
+            updates = tuple(self._update(t, u * scale) for t, u in zip(self.targets, proposal.directions))
+            for target, update in zip(self.targets, updates):
+                self._apply(target, update)
+            self._advance()
         for sink in self._sinks:
             sink.clear()
-        updates = self._exchange(decision)
-        for target, update in zip(self.targets, updates):
-            self._apply(target, update)
-        if updates:
-            self._advance()
         return StepOutcome(
             updates=updates,
-            skipped=not decision.finite,
+            skipped=not updates,
             version=self.version,
-            grad_norm=decision.grad_norm,
-            sketch_norm=decision.grad_norm,
+            grad_norm=proposal.grad_norm,
+            sketch_norm=proposal.grad_norm,
             alpha=alpha if updates else 0.0,
-            update_ratio=decision.update_ratio,
-            seconds=time.perf_counter() - start,
+            update_ratio=alpha * proposal.ratio if updates else 0.0,
+            seconds=time.perf_counter() - proposal.started,
         )
+
+    def _update(self, target: Target, coefficients: torch.Tensor) -> Update:
+        """C of one target as its holders receive it: quantised, or (Gaussian) as it is."""
+        q, s = (coefficients, None) if self.config.distribution == "gaussian" else quantize(coefficients)
+        return Update(self._draw(target), self.version, q, s, self.config.rounding)
 
     def _check_contributions(self) -> None:
         """A target is silent when no rank's backward reached it; then every rank raises."""
@@ -159,80 +187,50 @@ class LograStrategy(Strategy):
             dist.reduce(self._flat, dst=0)
             self._flat /= world
 
-    def _decide(self, alpha: float, max_norm: float) -> "_Decision":
-        """Direction, eta and coefficients on rank 0; the same scalars on every rank."""
+    def _decide(self, max_norm: float) -> Proposal:
+        """Directions in the place of the sketches on rank 0; the same scalars on every rank."""
         squared_weight = _sum_over_ranks(sum(squared_norm(t.weight) for t in self.targets), self._flat.device)
         if _world_size() == 1:
-            return self._decide_alone(alpha, max_norm, squared_weight)
-        decision, failure = _Decision(False, 0.0, 0.0), None
+            return self._decide_alone(max_norm, squared_weight)
+        proposal, failure = Proposal(False), None
         if _rank() == 0:
             try:
-                decision = self._decide_alone(alpha, max_norm, squared_weight)
+                proposal = self._decide_alone(max_norm, squared_weight)
             except Exception as error:  # raised below on every rank, none of which is left waiting
                 failure = error
-        scalars = [failure is not None, decision.finite, decision.grad_norm, decision.update_ratio]
+        scalars = [failure is not None, proposal.finite, proposal.grad_norm or 0.0, proposal.eta, proposal.ratio]
         shared = torch.tensor(scalars, dtype=torch.float64).to(self._flat.device)
         dist.broadcast(shared, src=0)
-        failed, finite, norm, ratio = shared.tolist()
+        failed, finite, norm, eta, ratio = shared.tolist()
         if failed:
             raise failure or RuntimeError("LoGRA: rank 0 could not compute the update; its own error says why")
-        return replace(decision, finite=bool(finite), grad_norm=norm, update_ratio=ratio)
+        return Proposal(bool(finite), norm, eta, ratio)
 
-    def _decide_alone(self, alpha: float, max_norm: float, squared_weight: float) -> "_Decision":
+    def _decide_alone(self, max_norm: float, squared_weight: float) -> Proposal:
         norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64))
         if not norm < _LARGEST_NORM:
-            return _Decision(False, norm, 0.0)
-        directions, squared_update = self._directions_of(norm, max_norm)
+            return Proposal(False, norm)
+        squared_update = self._turn_into_directions(norm, max_norm)
         eta = step_size(self.config.update_ratio, squared_weight, squared_update)
-        if not all(map(math.isfinite, (alpha * eta, squared_weight, squared_update))):
-            return _Decision(False, norm, 0.0)
-        ratio = alpha * eta * math.sqrt(squared_update / squared_weight) if squared_weight else 0.0
-        scale = alpha * eta / math.sqrt(self.config.rank)
-        q, s = self._empty_coefficients()
-        for direction, q_part, s_part in zip(directions, self._by_target(q), self._by_target(s)):
-            if s_part is None:
-                q_part.copy_(direction * scale)
-            else:
-                quantised, scales = quantize(direction * scale)
-                q_part.copy_(quantised)
-                s_part.copy_(scales)
-        return _Decision(True, norm, ratio, q, s)
+        if not all(map(math.isfinite, (eta, squared_weight, squared_update))):
+            return Proposal(False, norm)
+        return Proposal(True, norm, eta, eta * math.sqrt(squared_update / squared_weight) if squared_weight else 0.0)
 
-    def _empty_coefficients(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Room for q and s of all targets, one buffer each; Gaussian coefficients stay float32 and have no s."""
-        rows, device = sum(target.rows for target in self.targets), self._flat.device
-        if self.config.distribution == "gaussian":
-            return torch.empty(rows, self.config.rank, dtype=torch.float32, device=device), None
-        q = torch.empty(rows, self.config.rank, dtype=torch.int16, device=device)
-        return q, torch.empty(rows, dtype=torch.float32, device=device)
-
-    def _by_target(self, rows: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def _by_target(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of each target's rows in a buffer of all."""
-        return (None,) * len(self.targets) if rows is None else rows.split([t.rows for t in self.targets])
+        return rows.split([t.rows for t in self.targets])
 
-    def _directions_of(self, norm: float, max_norm: float) -> tuple[list[torch.Tensor], float]:
+    def _turn_into_directions(self, norm: float, max_norm: float) -> float:
+        """Each sketch becomes its direction U, in place; returns the sum of |U A|^2."""
         if 0 < max_norm < norm:
             self._flat *= max_norm / norm
         index = projection_index(self.version, self.config.refresh_every)
-        directions, squared_update = [], 0.0
+        squared_update = 0.0
         for target, sink, direction in zip(self.targets, self._sinks, self._directions):
             step = direction.step(sink.value, index)
-            directions.append(step)
             squared_update += squared_norm_of_product(step, self._projection(target, step.device))
-        return directions, squared_update
-
-    def _exchange(self, decision: "_Decision") -> tuple[Update, ...]:
-        """The updates of all targets, the same on every rank; none when the step is skipped."""
-        if not decision.finite:
-            return ()
-        q, s = (decision.q, decision.s) if decision.q is not None else self._empty_coefficients()
-        for buffer in (q, s):
-            if buffer is not None:
-                _broadcast_bits(buffer)
-        return tuple(
-            Update(self._draw(target), self.version, q_part, s_part, self.config.rounding)
-            for target, q_part, s_part in zip(self.targets, self._by_target(q), self._by_target(s))
-        )
+            sink.value.copy_(step)
+        return squared_update
 
     def _apply(self, target: Target, update: Update) -> None:
         apply_update(target.weight, update)
@@ -260,15 +258,6 @@ class LograStrategy(Strategy):
         self._projections.clear()
         for target, direction in zip(self.targets, self._directions):
             direction.load_state_dict(state["directions"][target.name])
-
-
-@dataclass(frozen=True)
-class _Decision:
-    finite: bool
-    grad_norm: float
-    update_ratio: float
-    q: torch.Tensor | None = None  # rank 0 only, as is s
-    s: torch.Tensor | None = None
 
 
 def _rank() -> int:

@@ -126,10 +126,10 @@ def run(config: dict, folder: Path) -> dict:
     result: dict = {"sketches": [], "grad_norms": [], "loaded": whole_weights(engine)}
     decide = logra._decide
 
-    def watched(alpha, max_norm):
+    def watched(max_norm):
         if dist.get_rank() == 0:
             result["sketches"].append(logra._flat.clone())
-        return decide(alpha, max_norm)
+        return decide(max_norm)
 
     logra._decide = watched
     sent = []

@@ -1,0 +1,137 @@
+"""Step control by predicted KL (spec section 6; paper section on predicted-KL control).
+
+For logits z, temperature T and a direction in weight space along which they change at the rate zdot,
+
+    q = 1 / (2 |P| T^2) * sum over positions s in P of Var_{v ~ p(s)} [zdot_v(s)],     p = softmax(z / T)
+
+and KL(pi(theta) || pi(theta + alpha D)) = alpha^2 q up to the third order.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+
+FEEDBACK_WEIGHT = 0.2
+FEEDBACK_LIMIT = 8.0
+
+
+def rate_variance(logits: torch.Tensor, rates: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Var_{v ~ softmax(z / T)} [zdot_v] at each position.
+
+    Args:
+        logits, rates: z and zdot, [n, V], any float dtype.
+
+    Returns:
+        float64 [n].
+    """
+    p = torch.softmax(logits.double() / temperature, dim=-1)
+    rates = rates.double()
+    mean = (p * rates).sum(-1, keepdim=True)
+    return (p * (rates - mean).square()).sum(-1)
+
+
+def kl_divergence(before: torch.Tensor, after: torch.Tensor, temperature: float) -> torch.Tensor:
+    """KL(softmax(before / T) || softmax(after / T)) at each position, over the full vocabulary.
+
+    Args:
+        before, after: logits [n, V], any float dtype.
+
+    Returns:
+        float64 [n], never negative.
+    """
+    log_p = torch.log_softmax(before.double() / temperature, dim=-1)
+    difference = torch.log_softmax(after.double() / temperature, dim=-1) - log_p
+    # Both sum to 1, so that sum p (e^d - 1) = 0: added, it leaves terms of one sign and nothing to cancel.
+    return (log_p.exp() * (torch.expm1(difference) - difference)).sum(-1)
+
+
+@dataclass(frozen=True)
+class KLSettings:
+    """Constants of the controller.
+
+    Attributes:
+        budget, final_budget: d0 and d1, KL per update at the first update and from update `horizon` on.
+        horizon: H, updates over which the budget falls.
+        alpha_max: largest step size.
+        subtract_mismatch: whether the mismatch of trainer and rollout is taken off the budget.
+        mismatch_ema: weight of a new observation of it.
+        mismatch_floor: the share of the budget that it leaves at least.
+        feedback: whether the budget is corrected by realised over predicted KL.
+    """
+
+    budget: float = 2e-4
+    final_budget: float = 2e-5
+    horizon: int = 300
+    alpha_max: float = 3.0
+    subtract_mismatch: bool = True
+    mismatch_ema: float = 0.3
+    mismatch_floor: float = 0.5
+    feedback: bool = False
+
+    def scheduled(self, update: int) -> float:
+        """delta_t = d1 + (d0 - d1) (1 + cos(pi min(t / (H - 1), 1))) / 2, t from 0."""
+        share = min(update / max(self.horizon - 1, 1), 1.0)
+        return self.final_budget + (self.budget - self.final_budget) * (1 + math.cos(math.pi * share)) / 2
+
+
+@dataclass
+class KLController:
+    """alpha = min(alpha_max, sqrt(delta / q)), with everything that enters delta.
+
+    Attributes:
+        settings: constants.
+        update: t, index of the next update.
+        mismatch: m, the moving average of rollout minus trainer log-probability per token; None before the first
+            observation.
+        log_ratio: moving average of log(realised / predicted).
+    """
+
+    settings: KLSettings
+    update: int = 0
+    mismatch: float | None = None
+    log_ratio: float = 0.0
+
+    def budget(self) -> float:
+        """delta of the next update: scheduled, less the mismatch, corrected by feedback."""
+        settings = self.settings
+        scheduled = settings.scheduled(self.update)
+        delta = scheduled
+        if settings.subtract_mismatch and self.mismatch is not None:
+            delta = max(scheduled - self.mismatch, settings.mismatch_floor * scheduled)
+        if settings.feedback:
+            delta /= min(max(math.exp(self.log_ratio), 1 / FEEDBACK_LIMIT), FEEDBACK_LIMIT)
+        return delta
+
+    def alpha(self, q: float) -> float | None:
+        """Step size for a direction with this q: 1 where it changes nothing (q = 0), None where q is not finite."""
+        if not math.isfinite(q) or q < 0:
+            return None
+        if q == 0:
+            return min(1.0, self.settings.alpha_max)
+        return min(self.settings.alpha_max, math.sqrt(self.budget() / q))
+
+    def advance(self) -> None:
+        """An update was made: the schedule goes on."""
+        self.update += 1
+
+    def observe_mismatch(self, difference: float) -> None:
+        """Mean over generated tokens of rollout minus trainer log-probability; not finite is no observation."""
+        if not math.isfinite(difference):
+            return
+        observed = max(0.0, difference)
+        weight = self.settings.mismatch_ema
+        self.mismatch = observed if self.mismatch is None else (1 - weight) * self.mismatch + weight * observed
+
+    def observe_realised(self, predicted: float, realised: float) -> None:
+        """Realised KL of the last update beside its prediction; what is not positive is no observation."""
+        if predicted > 0 and realised > 0 and math.isfinite(predicted) and math.isfinite(realised):
+            self.log_ratio += FEEDBACK_WEIGHT * (math.log(realised / predicted) - self.log_ratio)
+
+    def state_dict(self) -> dict:
+        """Numbers only."""
+        return {key: value for key, value in asdict(self).items() if key != "settings"}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state_dict()`."""
+        self.update, self.mismatch, self.log_ratio = state["update"], state["mismatch"], state["log_ratio"]

@@ -1,0 +1,202 @@
+"""Forward passes that measure how a low-rank step would change the policy, before it is taken (spec section 6).
+
+A probe changes nothing: no weight, no sketch, no random state. Targets run as if W were W + epsilon D, through the
+low-rank side path of math/sketch.py; what is kept of a pass is the input of the output head at the positions asked
+for, and logits are formed from that a few positions at a time, in float32.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.autograd.forward_ad as fwAD
+import torch.nn.functional as functional
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..math.kl import kl_divergence, rate_variance
+from .shards import gathered
+
+POSITIONS_AT_ONCE = 128
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """Where the policy is looked at on this rank: some responses and the positions that predict their tokens.
+
+    Attributes:
+        sequences: int64 [L] each, without padding.
+        positions: int64 [n] each, increasing indices into the sequence, the last token's excluded.
+        temperature: T of the rollout.
+    """
+
+    sequences: tuple[torch.Tensor, ...]
+    positions: tuple[torch.Tensor, ...]
+    temperature: float
+
+    @property
+    def count(self) -> int:
+        """Number of positions."""
+        return sum(len(positions) for positions in self.positions)
+
+
+class Head:
+    """The output head of a causal language model: logits from the head's inputs, in float32.
+
+    Args:
+        model: Hugging Face model whose logits are a linear map of the head's input, capped or scaled as `config` says.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._module = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        self._cap = getattr(config, "final_logit_softcapping", None)
+
+    @contextmanager
+    def captured(self) -> Iterator[list[torch.Tensor]]:
+        """For a while the head only collects its inputs."""
+        inputs: list[torch.Tensor] = []
+
+        def collect(hidden: torch.Tensor) -> torch.Tensor:
+            inputs.append(hidden)
+            return hidden[..., :1]
+
+        before = self._module.__dict__.get("forward")
+        self._module.forward = collect
+        try:
+            yield inputs
+        finally:
+            if before is None:
+                del self._module.forward
+            else:
+                self._module.forward = before
+
+    @contextmanager
+    def weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+        """W [V, d] and bias of the head on this rank. A collective under ZeRO 3."""
+        bias = getattr(self._module, "bias", None)
+        with gathered(self._module.weight) as weight:
+            if bias is None:
+                yield weight, None
+                return
+            with gathered(bias) as vector:
+                yield weight, vector
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """float32 [n, V] of hidden [n, d]."""
+        parts = [hidden.float() @ rows.float().t() for rows in weight.split(16384)]
+        z = torch.cat(parts, dim=-1)
+        if bias is not None:
+            z += bias.float()
+        return z if self._cap is None else self._cap * torch.tanh(z / self._cap)
+
+    def rates(self, logits: torch.Tensor, tangent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """float32 [n, V]: how `logits` change where the head's input changes along `tangent` [n, d]."""
+        z = torch.cat([tangent.float() @ rows.float().t() for rows in weight.split(16384)], dim=-1)
+        return z if self._cap is None else z * (1 - (logits / self._cap).square())
+
+
+class Probe:
+    """Runs the probes of one trainer process. Every rank must call each method the same number of times: forward
+    passes and sums are collective.
+
+    Args:
+        model: Hugging Face model.
+        forward: runs one sequence [1, L] (int64) through the wrapped model.
+        along: within `along(epsilon)` passes are at W + epsilon D, within `along("jvp")` they carry tangents along D.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[torch.Tensor], object],
+        along: Callable[[float | str], AbstractContextManager],
+    ):
+        self._model, self._head = model, Head(model)
+        self._forward, self._along = forward, along
+
+    def hidden(self, batch: ProbeBatch, epsilon: float | None = None) -> list[torch.Tensor]:
+        """The head's inputs at the positions of each response, [n, d], with the weights W (+ epsilon D)."""
+        found = []
+        direction = nullcontext() if epsilon is None else self._along(epsilon)
+        with torch.no_grad(), direction, self._head.captured() as inputs:
+            for sequence, positions in zip(batch.sequences, batch.positions):
+                self._forward(sequence[None])
+                found.append(inputs.pop()[0, positions])
+        return found
+
+    def variance_by_difference(self, batch: ProbeBatch, base: list[torch.Tensor], epsilon: float) -> float:
+        """Sum over this rank's positions of Var[zdot], by central differences at +-epsilon.
+
+        Args:
+            base: `hidden(batch)`.
+        """
+        forward, backward = self.hidden(batch, epsilon), self.hidden(batch, -epsilon)
+        total = 0.0
+        with torch.no_grad(), self._head.weights() as weights:
+            for z, up, down in self._chunks(weights, base, forward, backward):
+                total += float(rate_variance(z, (up - down) / (2 * epsilon), batch.temperature).sum())
+        return total
+
+    def variance_by_tangent(self, batch: ProbeBatch) -> float:
+        """The same by forward-mode AD: one pass for all targets, exact up to rounding."""
+        total = 0.0
+        captured, direction = self._head.captured(), self._along("jvp")
+        with torch.no_grad(), fwAD.dual_level(), _forward_ad(self._model), direction, captured as inputs:
+            for sequence, positions in zip(batch.sequences, batch.positions):
+                self._forward(sequence[None])
+                hidden, tangent = (part[0, positions] for part in fwAD.unpack_dual(inputs.pop()))
+                with self._head.weights() as (weight, bias):
+                    for h, t in zip(hidden.split(POSITIONS_AT_ONCE), tangent.split(POSITIONS_AT_ONCE)):
+                        z = self._head.logits(h, weight, bias)
+                        total += float(rate_variance(z, self._head.rates(z, t, weight), batch.temperature).sum())
+        return total
+
+    def divergence(self, batch: ProbeBatch, before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
+        """Sum over this rank's positions of the full-vocabulary KL between two passes; the head must not have changed
+        between them."""
+        with torch.no_grad(), self._head.weights() as weights:
+            return sum(
+                float(kl_divergence(old, new, batch.temperature).sum())
+                for old, new in self._chunks(weights, before, after)
+            )
+
+    def _chunks(self, weights, *passes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Logits of several passes at a few positions at a time."""
+        for responses in zip(*passes):
+            for parts in zip(*(hidden.split(POSITIONS_AT_ONCE) for hidden in responses)):
+                yield [self._head.logits(part, *weights) for part in parts]
+
+
+@contextmanager
+def _forward_ad(model: nn.Module) -> Iterator[None]:
+    """For a while forward-mode AD goes through the model: attention by a kernel that has it, and DeepSpeed's ZeRO-3
+    functions, which have none, out of the way (no backward pass follows, for which they are there)."""
+    held = [
+        (module, name, module.__dict__[name])
+        for module in model.modules()
+        for name in ("pre_bwd_fn", "post_bwd_fn")
+        if name in module.__dict__
+    ]
+    linear, config = functional.linear, model.config.get_text_config()
+    attention = config._attn_implementation
+    for module, name, _ in held:
+        setattr(module, name, _Identity)
+    functional.linear = torch._C._nn.linear
+    config._attn_implementation = "eager" if attention == "eager" else "sdpa"
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for module, name, function in held:
+            setattr(module, name, function)
+        functional.linear = linear
+        config._attn_implementation = attention
+
+
+class _Identity:
+    @staticmethod
+    def apply(output):
+        return output
