@@ -61,7 +61,7 @@ def rebuild(base: str, records: Path, version: int, out: Path) -> str:
         RecordError: the records do not lead to the version, or not from this base.
         ConfigError: the base cannot be loaded, or `out` cannot be written.
     """
-    from openrlhf_logra.host.models import load_model
+    from openrlhf_logra.host.models import load_model, weights_of
     from openrlhf_logra.math.digest import total_digest
     from openrlhf_logra.sync.log import find_route, first_stated, replay
 
@@ -80,11 +80,6 @@ def rebuild(base: str, records: Path, version: int, out: Path) -> str:
         f"{total_digest(digests):016x}, {time.perf_counter() - start:.1f} s"
         + ("; not verified: no record states digests" if first is None else "")
     )
-
-
-def weights_of(model: Any) -> dict[str, Any]:
-    """The model's own tensors by name, a tied one once."""
-    return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
 def check_out(out: Path) -> None:

@@ -53,7 +53,7 @@ def compare(checkpoint: str, records: Path, version: int | None) -> tuple[bool, 
         RecordError: a record is damaged, missing or in the wrong place, or none states the digests that are asked for.
         ConfigError: the checkpoint cannot be loaded.
     """
-    from openrlhf_logra.host.models import load_model
+    from openrlhf_logra.host.models import load_model, weights_of
     from openrlhf_logra.sync.log import closest, digests, find_route
     from openrlhf_logra.sync.record import RecordError
 
@@ -65,8 +65,7 @@ def compare(checkpoint: str, records: Path, version: int | None) -> tuple[bool, 
             f"{records}: no record states the digests of version {version}; those of {listed(route.stated, version)} "
             "are stated"
         )
-    model = load_model(checkpoint, "--checkpoint")
-    found = digests({name: parameter.data for name, parameter in model.named_parameters()})
+    found = digests(weights_of(load_model(checkpoint, "--checkpoint")))
     nearest, differing = closest(found, records, route.stated if version is None else (version,))
     if not differing:
         return True, f"is version {nearest} of run {route.run}"

@@ -43,6 +43,11 @@ def load_model(path: str, flag: str) -> nn.Module:
     return model
 
 
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own tensors by name, a tied one once."""
+    return {name: parameter.data for name, parameter in model.named_parameters()}
+
+
 def _load(path: str, flag: str, build: Callable[[type, Any], nn.Module]) -> nn.Module:
     """`build(auto class, configuration)`, where the path is a model that can be trained."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText

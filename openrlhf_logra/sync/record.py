@@ -178,22 +178,28 @@ class Record:
     def pieces(self, without: set[str], limit: int) -> Iterator["Record"]:
         """The record, but for some parameters, in pieces of at most `limit` bytes or one parameter. Each is a record
         between the same versions that changes other parameters. One without changes is a piece too."""
-        kept: dict[str, torch.Tensor] = {}
-        size, sizes = 0, self.sizes()
-        for name in self.names():
-            if name in without:
-                continue
-            if kept and size + sizes[name] > limit:
-                yield Record(self.header, kept)
-                kept, size = {}, 0
-            kept.update(self._keys_of(name))
-            size += sizes[name]
-        if kept or not self.tensors:
-            yield Record(self.header, kept)
+        kept = {name: size for name, size in self.sizes().items() if name not in without}
+        for names in grouped(kept, limit):
+            yield Record(self.header, {key: tensor for name in names for key, tensor in self._keys_of(name)})
+        if not self.tensors:
+            yield self
 
     def _keys_of(self, name: str) -> list[tuple[str, torch.Tensor]]:
         keys = [name, *(f"{name}.{form}" for form in _OTHER_HALF)]
         return [(key, self.tensors[key]) for key in keys if key in self.tensors and self._name(key) == name]
+
+
+def grouped(sizes: dict[str, int], most: int) -> list[list[str]]:
+    """The names in order, in groups whose sizes add up to at most `most`, or of one name."""
+    groups: list[list[str]] = []
+    total = 0
+    for name, size in sizes.items():
+        if not groups or total + size > most:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += size
+    return groups
 
 
 def write_change(change: Change, block: torch.Tensor, row0: int, col0: int, width: int) -> None:

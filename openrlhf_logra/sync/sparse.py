@@ -36,17 +36,13 @@ class Elements:
         # Sorted indices: the rows of the block are one range of them.
         bounds = torch.tensor([row0 * width, (row0 + rows) * width])
         first, last = torch.searchsorted(self.indices, bounds).tolist()
-        row, col = _divmod(self.indices[first:last], width)
+        row, col = self.indices[first:last] // width, self.indices[first:last] % width
         bits = self.bits[first:last]
         if cols != width:
             inside = (col >= col0) & (col < col0 + cols)
             row, col, bits = row[inside], col[inside], bits[inside]
         place = (row - row0).to(block.device), (col - col0).to(block.device)
         block[place] = bits.to(block.device).view(torch.bfloat16)
-
-
-def _divmod(indices: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return indices // width, indices % width
 
 
 def changed_elements(old: torch.Tensor, new: torch.Tensor, start: int = 0) -> Elements:

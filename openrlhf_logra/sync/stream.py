@@ -4,7 +4,6 @@ Updates that an engine can repeat become factor records. Everything else (Gaussi
 `--logra.sync.mode sparse`) becomes one sparse record per sync, found by comparing with a copy of the weights.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from ..math.exact import Update
 from ..train.shards import counted_elements
 from ..train.targets import full_shape
 from .log import RecordLog
-from .record import Record, encode, factor_record, sparse_record
+from .record import Record, encode, factor_record, grouped, sparse_record
 from .sparse import Elements, changed_elements, join
 
 _GATHERED_ELEMENTS = 1 << 28
@@ -80,11 +79,6 @@ class RecordStream:
         """Run and last record. What is still open is sealed, so that a resume continues it."""
         self._seal()
         return self._position
-
-    @property
-    def run(self) -> str:
-        """Name of the run."""
-        return self._position.run
 
     @property
     def copy_bytes(self) -> int:
@@ -157,7 +151,9 @@ class RecordStream:
         own: dict[str, Elements] = {}
         joined: dict[str, Elements] = {}
         failure = None
-        for names in self._batches():
+        # In batches, the same on every rank: what is gathered at once is bounded.
+        elements_of = {name: torch.Size(full_shape(p)).numel() for name, p in self._changing.items()}
+        for names in grouped(elements_of, _GATHERED_ELEMENTS):
             try:
                 found: Any = {name: self._difference(name) for name in names}
             except Exception as error:  # told to the sender: the others gather, and wait for this rank
@@ -173,20 +169,6 @@ class RecordStream:
         if failure:
             raise RuntimeError(f"changed elements could not be found: {failure}")
         return own, {name: elements for name, elements in joined.items() if len(elements.indices)}
-
-    def _batches(self) -> Iterator[list[str]]:
-        """Names whose changes are gathered together: bounded in memory, the same on every rank."""
-        batch: list[str] = []
-        size = 0
-        for name, parameter in self._changing.items():
-            elements = torch.Size(full_shape(parameter)).numel()
-            if batch and size + elements > _GATHERED_ELEMENTS:
-                yield batch
-                batch, size = [], 0
-            batch.append(name)
-            size += elements
-        if batch:
-            yield batch
 
     def _difference(self, name: str) -> tuple[int, Elements]:
         elements, start = counted_elements(self._changing[name])

@@ -21,7 +21,7 @@ from ..math.exact import Update
 from ..train.shards import digest, gathered
 from ..train.targets import full_shape
 from .log import RecordLog
-from .record import dense_record, encode, sparse_record
+from .record import dense_record, encode, grouped, sparse_record
 from .stream import Position, RecordStream
 from .worker import BACKEND
 
@@ -365,7 +365,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
 
     def _messages(self, plan: _Plan) -> Iterator[_Message]:
         """What goes into one RPC each. Ranks that do not send yield empty records in step."""
-        parts = self._split(plan.whole)
+        parts = grouped({name: 2 * self._numel(name) for name in plan.whole}, _PART_BYTES)
         pieces = self._pieces(set(plan.whole)) if self.is_sender else iter([])
         for index in range(plan.messages):
             records, changes = self._guarded(partial(next, pieces, None)) or ([], 0)
@@ -392,18 +392,6 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                 size += length
         if records:
             yield records, changes
-
-    def _split(self, names: list[str]) -> list[list[str]]:
-        parts: list[list[str]] = []
-        size = 0
-        for name in names:
-            length = 2 * self._numel(name)
-            if not parts or size + length > _PART_BYTES:
-                parts.append([])
-                size = 0
-            parts[-1].append(name)
-            size += length
-        return parts
 
     def _encode_whole(self, mode: str, names: list[str], base_version: int) -> bytes:
         """Whole parameters as a record, on the sender. A failure there waits for `_transmit`: the other ranks are
