@@ -49,9 +49,13 @@ class Trained(Trainer):
         self.client = self.sender.client = actors.RayEngines(engines)
 
 
+def process_of(actor) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
 def engine_core_of(actor) -> int:
     """The process of the engine core: the actor's only child that holds vLLM's name."""
-    parent = ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+    parent = process_of(actor)
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -61,6 +65,19 @@ def engine_core_of(actor) -> int:
             if f"PPid:\t{parent}\n" in status and "EngineCore" in name:
                 return int(entry.name)
     raise AssertionError(f"process {parent} has no engine core")
+
+
+def wait_until_started_again(actor, killed: int) -> None:
+    """Until another process than ``killed`` answers: Ray kills asynchronously, the old one may answer for a while."""
+    end = time.monotonic() + 300
+    while True:
+        try:
+            if process_of(actor) != killed:
+                return
+        except ray.exceptions.RayActorError:
+            pass
+        assert time.monotonic() < end, "Ray has not started the actor again"
+        time.sleep(1)
 
 
 def generate(actor, prompt=(5, 17, 40), tokens=4):
@@ -115,15 +132,9 @@ def test_an_actor_that_ray_started_again_serves_nothing_before_a_sync(engines, m
     trainer = Trained(model, engines, loaded_version=None)
     trainer.update()
     trainer.sender.send_weights()
+    killed = process_of(engines[0])
     ray.kill(engines[0], no_restart=False)
-    end = time.monotonic() + 300
-    while True:
-        try:
-            ray.get(engines[0].get_num_unfinished_requests.remote())
-            break
-        except ray.exceptions.RayActorError:
-            assert time.monotonic() < end
-            time.sleep(1)
+    wait_until_started_again(engines[0], killed)
     waiting = generate(engines[0])
     assert ray.wait([waiting], timeout=3)[0] == []
     trainer.update()
