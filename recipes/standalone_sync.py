@@ -41,16 +41,25 @@ def main(path: str) -> None:
     strategy = LograStrategy(LograConfig(rank=8, update_ratio=1e-3), model)
     strategy.attach()
     strategy.bind(model.device)
-    settings = LograTrainerInitInfo(rank=0, trained=strategy.trained, verify_every=1)
+    settings = LograTrainerInitInfo(
+        rank=0,
+        trained=strategy.trained,
+        exact_updates=strategy.exact_updates,
+        refresh_every=strategy.config.refresh_every,
+        verify_every=1,
+    )
     sync = LograTrainerEngine.trainer_init(settings, client=Client(llm), source=strategy.parameters())
     for _ in range(3):
-        ids = torch.randint(3, 90, (4, 16))
+        ids = torch.randint(3, model.config.vocab_size, (4, 16))
         model(input_ids=ids, labels=ids).loss.backward()
         outcome = strategy.step(alpha=1.0, max_norm=1.0)
-        sync.push(outcome.updates, outcome.version)
+        if not outcome.skipped:
+            sync.push(outcome.updates, outcome.version)
         print(sync.send_weights())
         print(llm.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=8), use_tqdm=False)[0].outputs)
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     main(sys.argv[1])

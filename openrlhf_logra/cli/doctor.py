@@ -13,7 +13,7 @@ from openrlhf_logra.host.versions import MISSING, OK, Finding
 from openrlhf_logra.host.vllm_plugin import ENTRY_POINT, let_through
 
 PTH = "openrlhf_logra.pth"
-REINSTALL = "pip install --force-reinstall --no-deps openrlhf-logra"
+REINSTALL = "pip install --force-reinstall --no-deps . (in a checkout of openrlhf_logra)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

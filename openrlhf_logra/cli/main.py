@@ -1,7 +1,8 @@
 """The entry of `openrlhf-logra`: subcommands, each imported only when called.
 
 Every subcommand is a module with `add_arguments(parser)` and `run(args) -> exit code`; the first line of its docstring
-is the help text shown here. Exit codes: 0 all right, 1 a finding, 2 bad input.
+is the help text shown here. Exit codes: 0 all right, 1 a finding, 2 bad input, 130
+interrupted.
 """
 
 import argparse
@@ -53,7 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = argparse.Namespace(command=chosen, flags=argv[1:])
     else:
         args = build_parser(chosen).parse_args(argv)
-    return load(args.command).run(args)
+    try:
+        return load(args.command).run(args)
+    except KeyboardInterrupt:
+        print(f"openrlhf-logra {args.command}: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

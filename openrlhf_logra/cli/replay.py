@@ -9,6 +9,7 @@ the first later record that does). --out appears when all of it is there: after 
 
 import argparse
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from openrlhf_logra.config import ConfigError
     from openrlhf_logra.sync.record import RecordError
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing half-written stays
     try:
         print(rebuild(args.base, args.records, args.step, args.out))
     except (ConfigError, RecordError) as error:
@@ -88,6 +90,8 @@ def check_out(out: Path) -> None:
 
     if out.is_dir() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; give a new directory")
+    if os.path.ismount(out):
+        raise ConfigError(f"--out {out}: is a mount point, which cannot be replaced; give a new directory inside it")
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is not a directory")
     parent = out.resolve().parent

@@ -53,7 +53,7 @@ def compare(checkpoint: str, records: Path, version: int | None) -> tuple[bool, 
         RecordError: a record is damaged, missing or in the wrong place, or none states the digests that are asked for.
         ConfigError: the checkpoint cannot be loaded.
     """
-    from openrlhf_logra.host.models import load_model, weights_of
+    from openrlhf_logra.host.models import load_model, persistent_buffers, weights_of
     from openrlhf_logra.sync.log import closest, digests, find_route
     from openrlhf_logra.sync.record import RecordError
 
@@ -65,10 +65,13 @@ def compare(checkpoint: str, records: Path, version: int | None) -> tuple[bool, 
             f"{records}: no record states the digests of version {version}; those of {listed(route.stated, version)} "
             "are stated"
         )
-    found = digests(weights_of(load_model(checkpoint, "--checkpoint")))
+    model = load_model(checkpoint, "--checkpoint")
+    found = digests(weights_of(model))
     nearest, differing = closest(found, records, route.stated if version is None else (version,))
     if not differing:
-        return True, f"is version {nearest} of run {route.run}"
+        buffers = persistent_buffers(model)
+        beside = f", but for {len(buffers)} buffers that no record states ({buffers[0]}, ...)" if buffers else ""
+        return True, f"is version {nearest} of run {route.run}{beside}"
     said = f"is not version {version} of run {route.run}"
     if version is None:
         said = (

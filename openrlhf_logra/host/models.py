@@ -30,17 +30,27 @@ def load_model(path: str, flag: str) -> nn.Module:
     parameter in bf16. `flag` is named in errors.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be loaded.
+        ConfigError: there is no such model, it cannot be loaded, or its checkpoint lacks some of it.
     """
 
     def build(auto: type, config: Any) -> nn.Module:
-        return auto.from_pretrained(path, dtype=torch.bfloat16, trust_remote_code=True)
+        settings = {"dtype": torch.bfloat16, "trust_remote_code": True, "output_loading_info": True}
+        model, loading = auto.from_pretrained(path, **settings)
+        missing = sorted(loading["missing_keys"])
+        if missing:
+            raise ValueError(f"its checkpoint lacks {missing[0]} ({len(missing)} tensors in all)")
+        return model
 
     model = _load(path, flag, build)
     for parameter in model.parameters():
         # transformers keeps some (routers, say) in float32; DeepSpeed's bf16 engine does not.
         parameter.data = parameter.data.to(torch.bfloat16).contiguous()
     return model
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    """What a checkpoint holds beside parameters: no training changes it, and no record states it."""
+    return sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters(remove_duplicate=False)})
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:

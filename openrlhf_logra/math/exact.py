@@ -41,7 +41,7 @@ def quantize(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peak = coefficients.abs().amax(1)
     # peak = f 2**e and Q = fq 2**eq with f, fq in [1/2, 1): the smallest power is 2**(e - eq), one more where f > fq.
     fraction, exponent = torch.frexp(peak)
-    quantum_fraction, quantum_exponent = torch.frexp(torch.tensor(float(quantum)))
+    quantum_fraction, quantum_exponent = torch.frexp(torch.tensor(float(quantum), dtype=torch.float32))
     exponent = exponent - int(quantum_exponent) + (fraction > float(quantum_fraction))
     exponent = exponent.clamp(min=_MIN_EXPONENT)
     scale = torch.ldexp(torch.ones_like(peak), exponent)
@@ -158,11 +158,12 @@ def integer_product(q: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     Where float32 products may run at reduced precision (TF32, oneDNN's bf16 mode), q is split into two bytes, which
     those modes represent exactly.
     """
-    if _float32_products_are_exact():
-        return q.float() @ signs
-    low = q & 0xFF
-    high = (q - low) >> 8
-    return (high.float() @ signs).mul_(256).add_(low.float() @ signs)
+    with torch.autocast(q.device.type, enabled=False):  # a caller's, which would compute in bf16
+        if _float32_products_are_exact():
+            return q.float() @ signs
+        low = q & 0xFF
+        high = (q - low) >> 8
+        return (high.float() @ signs).mul_(256).add_(low.float() @ signs)
 
 
 def _float32_products_are_exact() -> bool:

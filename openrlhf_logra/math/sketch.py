@@ -88,7 +88,8 @@ def sketch_linear(
 def project(x: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
     """P = x A^T in float32: x [..., k], projection [r, k] -> [N, r]."""
     flat = x.reshape(-1, x.shape[-1])
-    return torch.cat([part.float() @ projection.t() for part in flat.split(_TOKENS_AT_ONCE)])
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.cat([part.float() @ projection.t() for part in flat.split(_TOKENS_AT_ONCE)])
 
 
 class _GradAnchor(torch.autograd.Function):

@@ -17,6 +17,7 @@ from ..math.digest import as_matrix, digest_block, matrix_shape
 from .record import Header, Record, RecordError, decode, read_header, write_change
 
 _SUFFIX = ".safetensors"
+_ABANDONED = "abandoned-"
 
 
 class RecordLog:
@@ -37,23 +38,30 @@ class RecordLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         abandoned, last = [], None
         for path in record_files(self._folder):
-            header = read_header(path)
+            try:
+                header = read_header(path)
+            except RecordError as error:
+                raise RecordError(f"{path}: {error}; give --logra.sync.log_dir another directory") from error
             if header.run != run:
                 raise RecordError(
                     f"{path} is of run {header.run}, this is run {run}; give --logra.sync.log_dir another directory"
                 )
             if header.version > version:
                 abandoned.append(path)
-            else:
-                last = header
-        if last is not None and last.checksum != parent:
+                continue
+            if last is not None and header.parent != last.checksum:
+                raise RecordError(f"{path}: does not continue the record before it; this log cannot be gone on with")
+            last = header
+        if last is not None and (last.version, last.checksum) != (version, parent):
             raise RecordError(
-                f"{self._folder}: its records up to version {last.version} do not lead to this run's checkpoint (was "
-                "it resumed without its log, or from an abandoned branch?); give --logra.sync.log_dir another one"
+                f"{self._folder}: its records end at version {last.version} and do not lead to this run's checkpoint, "
+                f"version {version} (was it resumed without its log, or from an abandoned branch?); give "
+                "--logra.sync.log_dir another one"
             )
         if abandoned:
             # A resumed run goes another way from here. The old way is kept, apart.
-            aside = self._folder / f"abandoned-{len(list(self._folder.glob('abandoned-*'))):03d}"
+            numbers = [int(path.name.removeprefix(_ABANDONED)) for path in self._folder.glob(f"{_ABANDONED}[0-9]*")]
+            aside = self._folder / f"{_ABANDONED}{max(numbers, default=-1) + 1:03d}"
             aside.mkdir()
             for path in abandoned:
                 path.rename(aside / path.name)
@@ -63,13 +71,16 @@ class RecordLog:
         """Keep the record that leads to `version`; a reader sees all of it or nothing."""
         path = self._folder / f"{version:09d}{_SUFFIX}"
         partial = path.with_suffix(".partial")
-        partial.write_bytes(blob)
-        os.replace(partial, path)
+        try:
+            partial.write_bytes(blob)
+            os.replace(partial, path)
+        except OSError as error:
+            raise RecordError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def record_files(folder: str | Path) -> list[Path]:
     """Files of a log in order of their versions."""
-    return sorted(Path(folder).glob(f"*{_SUFFIX}"))
+    return sorted(Path(folder).glob(f"*{_SUFFIX}"), key=lambda path: (len(path.name), path.name))
 
 
 def read_log(folder: str | Path, last: int | None = None) -> Iterator[tuple[Path, Record]]:

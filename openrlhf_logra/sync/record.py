@@ -225,8 +225,26 @@ def factor_record(updates: tuple[Update, ...], version: int, refresh_every: int)
         updates: quantised updates (`s` is not None) of one step.
         version: version of the weights after it.
         refresh_every: K, with which the projection's index follows from the update's.
+
+    Raises:
+        ValueError: there are none, or they are not one step's as a reader of the header would repeat it.
     """
+    if not updates:
+        raise ValueError(
+            f"no updates lead to version {version}; push those of the step (a skipped step is not pushed)"
+        )
     first = updates[0]
+    for update in updates:
+        name, index = update.projection.name, projection_index(update.update, refresh_every)
+        if update.s is None:
+            raise ValueError(f"the update of {name} is not exact; set exact_updates=False")
+        if update.projection.index != index:
+            raise ValueError(
+                f"{name}: update {update.update} was made with projection {update.projection.index}, with "
+                f"refresh_every {refresh_every} it is number {index}; give the sync the strategy's refresh_every"
+            )
+        if _common(update) != _common(first):
+            raise ValueError(f"{name} and {first.projection.name} are of different steps or runs")
     header = Header(
         FORMAT,
         "factor",
@@ -244,6 +262,12 @@ def factor_record(updates: tuple[Update, ...], version: int, refresh_every: int)
         tensors[f"{update.projection.name}.q"] = update.q.contiguous().cpu()
         tensors[f"{update.projection.name}.s"] = update.s.contiguous().cpu()
     return Record(header, tensors)
+
+
+def _common(update: Update) -> tuple:
+    """What the header says once for all updates."""
+    draw = update.projection
+    return update.update, update.rounding, draw.seed, draw.rank, draw.distribution
 
 
 def sparse_record(changes: dict[str, Elements | torch.Tensor], base_version: int, version: int) -> Record:
@@ -300,7 +324,7 @@ def read_header(path: str | Path) -> Header:
         with open(path, "rb") as file:
             return _header(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, OverflowError, MemoryError) as error:
-        raise RecordError(f"not a record: {error}") from error
+        raise RecordError(f"not a record: {str(error) or type(error).__name__}") from error
 
 
 def _header(encoded: bytes) -> Header:

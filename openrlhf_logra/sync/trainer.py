@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
+from ..config import SYNC_MODES
 from ..math.digest import MASK64, matrix_shape, signed64, total_digest
 from ..math.exact import Update
 from ..train.shards import digest, gathered
@@ -56,7 +57,7 @@ class LograTrainerInitInfo(TrainerInitInfo):
         refresh_every: K of the projections.
         verify_every: compare digests every so many syncs.
         log_dir: where to keep every record, or None.
-        trained: names of the parameters that training changes.
+        trained: names of the parameters that training changes; None means all of them.
         base_digests: digests of the model that the engines load by themselves (`digests_of`), to find what an engine
             has rearranged after loading.
         version: version that the trainer's weights have now.
@@ -71,7 +72,7 @@ class LograTrainerInitInfo(TrainerInitInfo):
     refresh_every: int = 1
     verify_every: int = 10
     log_dir: str | None = None
-    trained: tuple[str, ...] = ()
+    trained: tuple[str, ...] | None = None
     base_digests: dict[str, int] | None = None
     version: int = 0
     loaded_version: int | None = 0
@@ -129,7 +130,8 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
 
     def __init__(self, init_info: LograTrainerInitInfo, *, client: SyncClient, parameters: dict[str, torch.Tensor]):
         super().__init__(client=client, source=None, is_sender=init_info.is_sender)
-        self._info = init_info
+        self._info = replace(init_info, trained=tuple(parameters) if init_info.trained is None else init_info.trained)
+        _check(self._info, parameters)
         self._parameters = parameters
         self._shapes = {name: full_shape(parameter) for name, parameter in parameters.items()}
         self._dense_bytes = 2 * sum(map(self._numel, self._shapes))
@@ -519,6 +521,22 @@ def digests_of(parameters: dict[str, torch.Tensor]) -> dict[str, int]:
         dist.all_reduce(sums)
         values = [value & MASK64 for value in sums.tolist()]
     return dict(zip(parameters, values))
+
+
+def _check(info: LograTrainerInitInfo, parameters: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError where settings or parameters cannot be."""
+    if info.mode not in SYNC_MODES:
+        raise ValueError(f"mode {info.mode!r}: must be one of {', '.join(SYNC_MODES)}")
+    if info.mode == "factor" and not info.exact_updates:
+        raise ValueError("mode 'factor' needs updates that engines can repeat (exact_updates)")
+    if info.verify_every < 1 or info.refresh_every < 0:
+        raise ValueError(f"verify_every {info.verify_every}, refresh_every {info.refresh_every}: out of range")
+    strange = [name for name in info.trained if name not in parameters]
+    if strange:
+        raise ValueError(f"trained names {strange[0]}, which is no parameter of the model ({len(strange)} such names)")
+    for name, parameter in parameters.items():
+        if parameter.dtype is not torch.bfloat16:
+            raise ValueError(f"{name} is {parameter.dtype}: only bf16 parameters are synchronised")
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

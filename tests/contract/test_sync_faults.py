@@ -20,7 +20,7 @@ class Trainer:
         for engine in client.engines:
             engine.load(self.weights)
         settings.setdefault("base_digests", digests_of(self.weights) if settings.pop("compare", True) else None)
-        info = LograTrainerInitInfo(rank=0, trained=tuple(TARGETS), **{"verify_every": 1, **settings})
+        info = LograTrainerInitInfo(rank=0, **{"trained": tuple(TARGETS), "verify_every": 1, **settings})
         self.sender = LograTrainerEngine.trainer_init(info, client=client, source=self.weights)
         self.version = 0
 
@@ -352,3 +352,33 @@ def test_the_last_record_of_a_verified_sync_states_the_digest():
     headers = [decode(blob).header for blob in seen[0]["records"]]
     assert [header.digest for header in headers] == ["", f"{report.digest:016x}"]
     assert [(header.base_version, header.version) for header in headers] == [(0, 1), (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"mode": "desne"}, "mode 'desne'"),
+        ({"mode": "factor", "exact_updates": False}, "exact_updates"),
+        ({"verify_every": 0}, "verify_every 0"),
+        ({"trained": ("layers.0.nowhere.weight",)}, "layers.0.nowhere.weight, which is no parameter"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, says):
+    client = Client([Engine()])
+    source = {name: torch.zeros(shape).bfloat16() for name, shape in SHAPES.items()}
+    with pytest.raises(ValueError, match=says):
+        LograTrainerEngine.trainer_init(LograTrainerInitInfo(rank=0, **settings), client=client, source=source)
+    source["embed.weight"] = source["embed.weight"].float()
+    with pytest.raises(ValueError, match="embed.weight is torch.float32"):
+        LograTrainerEngine.trainer_init(LograTrainerInitInfo(rank=0), client=client, source=source)
+
+
+def test_without_names_every_parameter_is_trained():
+    """Nothing that changes stays behind unseen between two verifications."""
+    trainer = Trainer(Client([Engine()]), exact_updates=False, verify_every=10, trained=None)
+    for _ in range(3):
+        for weight in trainer.weights.values():
+            weight += 0.125
+        trainer.version += 1
+        trainer.sender.push((), trainer.version)
+        assert trainer.sender.send_weights().mode == "sparse" and held_equals(trainer)

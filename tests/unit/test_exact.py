@@ -220,3 +220,19 @@ def test_rounding_is_unbiased_over_200_updates():
     moved = (exact - start.double()).norm()
     assert (nearest.double() - exact).norm() > 2 * (weight.double() - exact).norm() > 0
     assert moved > (weight.double() - exact).norm()
+
+
+def test_the_callers_autocast_and_default_dtype_change_nothing():
+    generator = torch.Generator().manual_seed(3)
+    coefficients = torch.randn(16, 8, generator=generator) * 1e-3
+    weight = torch.randn(16, 40, generator=generator).bfloat16()
+    projection = Projection(0, 0, "w", 8, 40)
+    plain, cast = weight.clone(), weight.clone()
+    apply_block(plain, Update(projection, 0, *quantize(coefficients)))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            apply_block(cast, Update(projection, 0, *quantize(coefficients)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(plain, cast) and not torch.equal(plain, weight)

@@ -774,3 +774,24 @@ def test_one_percent_of_a_matrix_is_a_small_message(record_property):
     record_property("times smaller than dense", round(ratio, 1))
     print(f"1% changed: {per_element:.2f} bytes per changed element, {ratio:.1f} times smaller than dense")
     assert per_element < 3.5 and ratio > 50
+
+
+@pytest.mark.parametrize(
+    "updates, refresh_every, says",
+    [
+        (lambda: (), 1, "no updates lead to version"),
+        (lambda: (random_update("a", 3, 5), random_update("b", 3, 5, index=UPDATE - 1)), 2, "different steps or runs"),
+        (
+            lambda: (random_update("a", 3, 5), random_update("b", 3, 5, rounding="nearest")),
+            2,
+            "different steps or runs",
+        ),
+        (lambda: (random_update("a", 3, 5), random_update("b", 3, 5, rank=RANK + 1)), 2, "different steps or runs"),
+        (lambda: (random_update("a", 3, 5),), 20, "refresh_every"),
+        (lambda: (replace(random_update("a", 3, 5), s=None),), 2, "exact_updates"),
+    ],
+)
+def test_updates_that_no_reader_could_repeat_make_no_record(updates, refresh_every, says):
+    """Also what a caller forgot: K, or that a step was skipped."""
+    with pytest.raises(ValueError, match=says):
+        factor_record(updates(), UPDATE + 1, refresh_every)

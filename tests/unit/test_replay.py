@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from copy import copy
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from openrlhf_logra.cli import main
 from openrlhf_logra.host.models import load_model
@@ -19,7 +21,7 @@ from openrlhf_logra.math.exact import Update, apply_block, quantize
 from openrlhf_logra.math.projection import Projection
 from openrlhf_logra.sync import log as log_module
 from openrlhf_logra.sync.log import RecordLog, digests, record_files
-from openrlhf_logra.sync.record import decode, encode
+from openrlhf_logra.sync.record import RecordError, decode, encode
 from openrlhf_logra.sync.stream import Position, RecordStream
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
@@ -139,7 +141,7 @@ def command(capsys, name, *arguments):
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     own = [line for line in said.err.splitlines() if line.startswith("openrlhf-logra")]
-    assert len(own) == (1 if code == 2 else 0)
+    assert len(own) == (1 if code in (2, 130) else 0)
     return code, said.out.splitlines(), "".join(own)
 
 
@@ -408,6 +410,27 @@ def test_records_that_vanish_between_the_passes(rebuild, base, records, monkeypa
 # ---- branches -------------------------------------------------------------------------------------------------------
 
 
+def test_a_log_with_a_hole_is_not_gone_on_with(run, records, tmp_path):
+    """Left by a leg of the run without its log, or by a lost file: found when the run starts."""
+    last = decode(file_of(records, LENGTH).read_bytes()).header
+    with pytest.raises(RecordError, match=f"end at version {LENGTH} and do not lead to .* version {LENGTH + 3}"):
+        RecordLog(records, RUN, last.checksum, LENGTH + 3)
+    file_of(records, 7).unlink()
+    with pytest.raises(RecordError, match="000000008.safetensors: does not continue"):
+        RecordLog(records, RUN, last.checksum, LENGTH)
+    (records / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(RecordError, match="weights.safetensors: not a record: .+; give"):
+        RecordLog(records, RUN, last.checksum, LENGTH)
+
+
+def test_abandoned_branches_never_take_each_others_place(records):
+    for version in (40, 30, 20):
+        RecordLog(records, RUN, decode(file_of(records, version).read_bytes()).header.checksum, version)
+        if version == 30:
+            shutil.rmtree(records / "abandoned-000")  # somebody tidies up
+    assert sorted(path.name for path in records.glob("abandoned-*")) == ["abandoned-001", "abandoned-002"]
+
+
 @pytest.fixture(scope="module")
 def branches(base, tmp_path_factory):
     """30 updates, then back to version 20 and 12 others; `old` has the weights of the way left."""
@@ -557,6 +580,13 @@ def test_an_out_that_cannot_be_one(rebuild, base, run, unloaded, tmp_path):
     assert "is no directory in which" in refused(rebuild, base, run.folder, 4, out=tmp_path / "file" / "out")
 
 
+def test_an_out_that_is_a_mount_point(rebuild, base, run, unloaded, monkeypatch):
+    rebuild.out.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == rebuild.out)
+    code, _, said = rebuild(base, run.folder, 4)
+    assert code == 2 and "is a mount point" in said
+
+
 def breaks_while_saving(monkeypatch, error):
     from transformers import PreTrainedModel
 
@@ -581,9 +611,21 @@ def breaks_while_applying(monkeypatch, error):
 @pytest.mark.parametrize("breaks", [breaks_while_saving, breaks_while_applying])
 def test_an_interrupted_replay_leaves_nothing(rebuild, base, run, monkeypatch, breaks):
     breaks(monkeypatch, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        rebuild(base, run.folder, LENGTH)
+    code, _, said = rebuild(base, run.folder, LENGTH)
+    assert code == 130 and said == "openrlhf-logra replay: interrupted"
     assert list(rebuild.out.parent.iterdir()) == []
+
+
+def test_a_terminated_replay_leaves_nothing(rebuild, base, run, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    stock = log_module.apply_record
+    monkeypatch.setattr(log_module, "apply_record", lambda *both: (stock(*both), os.kill(os.getpid(), signal.SIGTERM)))
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            rebuild(base, run.folder, 4)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert stopped.value.code == 143 and list(rebuild.out.parent.iterdir()) == []
 
 
 def test_a_full_disk(rebuild, base, run, monkeypatch):
@@ -618,6 +660,30 @@ def test_verify_finds_a_sparse_version(compare, rebuild, base, sparse):
     assert rebuild(base, sparse.folder, 35)[0] == 0
     code, printed, _ = compare(rebuild.out, sparse.folder)
     assert code == 0 and printed[-1].endswith(f"is version 35 of run {RUN}")
+
+
+def lacking(checkpoint, path, name):
+    """The checkpoint without one tensor, which transformers would make up."""
+    shutil.copytree(checkpoint, path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_proj.bias"])
+def test_an_incomplete_checkpoint_is_no_version(compare, rebuild, base, run, checkpoints, tmp_path, name):
+    code, _, said = compare(lacking(checkpoints / "20", tmp_path / "less", name), run.folder)
+    assert code == 2 and f"lacks {name} (1 tensors in all)" in said
+    assert f"lacks {name}" in refused(rebuild, lacking(base, tmp_path / "base", name), run.folder, 4)
+
+
+def test_what_no_record_states_is_said(compare, run, checkpoints, monkeypatch):
+    import openrlhf_logra.host.models as models
+
+    monkeypatch.setattr(models, "persistent_buffers", lambda model: ["router.bias", "router.scale"])
+    code, printed, _ = compare(checkpoints / "20", run.folder)
+    assert code == 0 and printed[-1].endswith("but for 2 buffers that no record states (router.bias, ...)")
 
 
 @pytest.mark.parametrize("more", [[], ["--step", "20"]])
