@@ -11,10 +11,12 @@ from typing import Any
 
 from .math.direction import OPTIMIZERS, DirectionConfig
 from .math.exact import ROUNDINGS
+from .math.kl import KLSettings
 from .math.projection import DISTRIBUTIONS
 from .strategies import strategy_names
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROBES = ("auto", "jvp", "fd")
 SYNC_MODES = ("auto", "factor", "sparse", "dense")
 
 
@@ -70,7 +72,51 @@ class LograConfig:
         "rounding", "stochastic", "How updated weights round to bf16; nearest is an ablation.", choices=ROUNDINGS
     )
     kl_disable: bool = _flag(
-        "kl.disable", False, "Step size alpha = lr / peak lr of the actor's scheduler. The only mode so far."
+        "kl.disable",
+        False,
+        "No predicted-KL control: step size alpha = lr / peak lr of the actor's scheduler, which otherwise means "
+        "nothing.",
+    )
+    kl_budget: float = _flag(
+        "kl.budget", 2e-4, "KL per token that the first update may cost: alpha = sqrt(budget / q), see alpha_max."
+    )
+    kl_final_budget: float = _flag(
+        "kl.final_budget", 2e-5, "KL per token that an update may cost from update `kl.horizon` on."
+    )
+    kl_horizon: int = _flag("kl.horizon", 300, "Updates over which the budget falls, along half a cosine.")
+    kl_alpha_max: float = _flag("kl.alpha_max", 3.0, "Largest step size; the proposed step has size 1.")
+    kl_probe: str = _flag(
+        "kl.probe",
+        "auto",
+        "How q is measured: jvp (forward-mode AD), fd (central differences), auto (jvp where the model has it; which "
+        "one is said).",
+        choices=PROBES,
+    )
+    kl_probe_responses: int = _flag("kl.probe_responses", 2, "Responses of each rank that q is measured on.")
+    kl_probe_max_tokens: int = _flag("kl.probe_max_tokens", 4096, "Generated tokens of each of them at most.")
+    kl_no_mismatch_subtraction: bool = _flag(
+        "kl.no_mismatch_subtraction",
+        False,
+        "Do not take the mismatch of rollout and trainer log-probabilities off the budget.",
+    )
+    kl_mismatch_ema: float = _flag("kl.mismatch_ema", 0.3, "Weight of a new observation of the mismatch.")
+    kl_mismatch_floor: float = _flag("kl.mismatch_floor", 0.5, "Share of the budget that the mismatch must leave.")
+    kl_feedback: bool = _flag(
+        "kl.feedback", False, "Correct the budget by the smoothed ratio of realised to predicted KL."
+    )
+    reward_baseline: str = _flag(
+        "reward_baseline",
+        "none",
+        "running: advantage = reward minus the running mean of all rewards of earlier steps, and nothing else is "
+        "subtracted or normalised; for one response per prompt, with --algo.advantage.estimator reinforce.",
+        choices=("none", "running"),
+    )
+    callbacks: tuple[str, ...] = _flag(
+        "callbacks",
+        (),
+        "Classes package.module:Class derived from openrlhf_logra.train.callbacks.Callback, called in this order.",
+        nargs="+",
+        type=str,
     )
     sync_mode: str = _flag(
         "sync.mode",
@@ -102,10 +148,24 @@ class LograConfig:
         if self.refresh_every is None:
             object.__setattr__(self, "refresh_every", 20 if self.optimizer == "adam" else 1)
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        object.__setattr__(self, "callbacks", tuple(self.callbacks))
 
     def direction(self) -> DirectionConfig:
         """The constants of the direction."""
         return DirectionConfig(self.optimizer, self.beta1, self.beta2, self.eps)
+
+    def kl_settings(self) -> KLSettings:
+        """The constants of the predicted-KL controller."""
+        return KLSettings(
+            budget=self.kl_budget,
+            final_budget=self.kl_final_budget,
+            horizon=self.kl_horizon,
+            alpha_max=self.kl_alpha_max,
+            subtract_mismatch=not self.kl_no_mismatch_subtraction,
+            mismatch_ema=self.kl_mismatch_ema,
+            mismatch_floor=self.kl_mismatch_floor,
+            feedback=self.kl_feedback,
+        )
 
     def validate(self) -> None:
         """Check every value on its own.
@@ -119,6 +179,14 @@ class LograConfig:
         _require(0 <= self.beta2 < 1, "beta2", self.beta2, "at least 0 and below 1")
         _require(0 < self.eps < math.inf, "eps", self.eps, "a positive number")
         _require(0 < self.update_ratio <= 1, "update_ratio", self.update_ratio, "a number in (0, 1]")
+        for name in ("budget", "final_budget", "alpha_max"):
+            value = getattr(self, f"kl_{name}")
+            _require(0 < value < math.inf, f"kl.{name}", value, "a positive number")
+        for name in ("horizon", "probe_responses", "probe_max_tokens"):
+            value = getattr(self, f"kl_{name}")
+            _require(value >= 1, f"kl.{name}", value, "an integer of at least 1")
+        _require(0 < self.kl_mismatch_ema <= 1, "kl.mismatch_ema", self.kl_mismatch_ema, "above 0 and at most 1")
+        _require(0 <= self.kl_mismatch_floor <= 1, "kl.mismatch_floor", self.kl_mismatch_floor, "from 0 to 1")
         _require(self.sync_verify_every >= 1, "sync.verify_every", self.sync_verify_every, "an integer of at least 1")
         if self.method == "dense" and self.sync_mode == "factor":
             raise ConfigError(
@@ -146,9 +214,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if isinstance(item.default, bool):
             options["action"] = "store_true"
         else:
-            element = item.default[0] if isinstance(item.default, tuple) else item.default
+            element = item.default[0] if isinstance(item.default, tuple) and item.default else item.default
             options.setdefault("type", type(element))
-            options["help"] += "" if item.default is None else f" Default: {_shown(item.default)}."
+            options["help"] += f" Default: {_shown(item.default)}." if item.default not in (None, ()) else ""
         group.add_argument(f"--logra.{item.metadata['flag']}", default=item.default, **options)
 
 

@@ -45,7 +45,7 @@ def require_extra() -> None:
         import matplotlib  # noqa: F401
         import tensorboard  # noqa: F401
     except ImportError as error:
-        raise ReportError(f'{error}; install it with: pip install matplotlib tensorboard') from error
+        raise ReportError(f"{error}; install it with: pip install matplotlib tensorboard") from error
 
 
 def write_report(directory: Path, out: Path) -> list[Path]:

@@ -9,11 +9,13 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import ray
 import torch
 from openrlhf.models import Actor
 from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+from openrlhf.trainer.ppo_utils import experience_maker
 from openrlhf.trainer.ray import ppo_actor, vllm_engine
 from openrlhf.utils.deepspeed import DeepspeedStrategy
 from openrlhf.utils.utils import get_strategy as get_stock_strategy
@@ -21,17 +23,25 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from .. import __version__
 from ..config import from_hierarchy
+from ..math.baseline import RunningBaseline
 from ..strategies import strategy_class
 from ..strategies.base import StepOutcome, Strategy
 from ..sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncReport, digests_of
 from ..sync.transport import Channel, send
 from ..train.buffers import restore_computed_buffers
+from ..train.callbacks import Callback, SyncContext, UpdateContext, load_callbacks
 from ..train.coverage import human_bytes, render
-from . import cpu
+from ..train.kl_control import KLControl, controls_kl
+from ..train.probe import ProbeBatch, Response, first_responses
+from ..train.ranks import sum_over_ranks
+from . import cpu, log_probs
 from .vllm_plugin import ENABLED
 
 _CHECKPOINT_KEY = "logra"
 _SYNC_CHECKPOINT_KEY = "logra_sync"
+_CALLBACKS_CHECKPOINT_KEY = "logra_callbacks"
+_BASELINE_CHECKPOINT_KEY = "logra_reward_baseline"
+_KL_CONTROL = "kl_control"  # its name among the callbacks
 _ANSWER_SECONDS = 600  # how long the trainer waits for an engine, and for one to be started again
 _REPAIR_SECONDS = 3 * _ANSWER_SECONDS  # how long a request waits: a sync that fails, a restart, a dense sync
 _COPIED_TO_RAY_WORKERS = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
@@ -80,11 +90,22 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         self.logra.bind(self._policy_engine.device)
         self.base_digests = digests_of(self.logra.parameters())  # before a checkpoint is loaded, as the engines are
         self.outcomes: list[StepOutcome] = []
+        self.metrics: list[dict[str, float]] = []  # of each outcome's update, from callbacks
+        self.responses: list[Response] = []  # the first of the update under way
+        self.callbacks: dict[str, Callback] = {}
+        if controls_kl(config):
+            self.callbacks[_KL_CONTROL] = KLControl(config.kl_settings(), config.kl_probe, self.print)
+        self.callbacks.update(zip(config.callbacks, load_callbacks(config.callbacks)))
         self.resumed = False
         self.sync_state: Callable[[], dict] = dict  # the sync's own state, once there is one
         self.loaded_sync_state: dict | None = None
-        self.on_update = lambda updates, version: None
+        self.push = lambda updates, version: None  # hands an update to the sync
         return prepared
+
+    @property
+    def kl_control(self) -> KLControl | None:
+        """The controller of alpha, where there is one."""
+        return self.callbacks.get(_KL_CONTROL)
 
     def get_ds_train_config(self, *args, **kwargs):
         config = super().get_ds_train_config(*args, **kwargs)
@@ -103,12 +124,32 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             self._logra_step(alpha)
 
     def _logra_step(self, alpha: float) -> None:
-        outcome = self.logra.step(alpha, self._max_norm)
-        self.outcomes.append(replace(outcome, updates=()))  # figures only: the updates are the sync's business
+        proposal = self.logra.propose(self._max_norm)
+        context = UpdateContext(
+            version=self.logra.version,
+            proposal=proposal,
+            alpha=alpha,
+            batch=ProbeBatch(*(tuple(zip(*self.responses)) or ((), ())), self.args.rollout.temperature),
+            model=self._policy_engine.module,
+            device=self._policy_engine.device,
+            forward=partial(self._policy_engine, use_cache=False),
+            along=partial(self.logra.along, proposal),
+        )
+        if proposal.finite:
+            for callback in self.callbacks.values():
+                callback.on_update(context)
+        outcome = self.logra.commit(proposal, None if context.held else context.alpha)
+        context.outcome = replace(outcome, updates=())  # figures only: the updates are the sync's business
+        for callback in self.callbacks.values():
+            callback.on_step_end(context)
+        self.responses.clear()
+        self.outcomes.append(context.outcome)
+        self.metrics.append(context.metrics)
         if outcome.skipped:
-            self.print(f"[logra] update skipped: the sketch is not finite (|S| = {outcome.sketch_norm})")
+            reason = context.held or f"the sketch is not finite (|S| = {outcome.sketch_norm})"
+            self.print(f"[logra] update skipped: {reason}")
         else:
-            self.on_update(outcome.updates, outcome.version)
+            self.push(outcome.updates, outcome.version)
 
     def get_grad_norm(self, model) -> float:
         engine = model.model if isinstance(model, Actor) else model
@@ -118,7 +159,11 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
 
     def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, **kwargs):
         if self.logra is not None and model is self._policy_engine:
-            ours = {_CHECKPOINT_KEY: self.logra.state_dict(), _SYNC_CHECKPOINT_KEY: self.sync_state()}
+            ours = {
+                _CHECKPOINT_KEY: self.logra.state_dict(),
+                _SYNC_CHECKPOINT_KEY: self.sync_state(),
+                _CALLBACKS_CHECKPOINT_KEY: {name: one.state_dict() for name, one in self.callbacks.items()},
+            }
             client_state = {**(client_state or {}), **ours}
         return super().save_ckpt(model, save_dir, tag, max_num, max_mem, client_state, **kwargs)
 
@@ -129,6 +174,9 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             if _CHECKPOINT_KEY in states:
                 self.logra.load_state_dict(states.pop(_CHECKPOINT_KEY))
             self.loaded_sync_state = states.pop(_SYNC_CHECKPOINT_KEY, None) or None
+            for name, state in states.pop(_CALLBACKS_CHECKPOINT_KEY, {}).items():
+                if name in self.callbacks:
+                    self.callbacks[name].load_state_dict(state)
         return path, states
 
 
@@ -208,6 +256,9 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
         super().__init__(strategy, actor, *args, **kwargs)
         config = strategy.logra.config
         self.sync_report = None
+        self._observes = log_probs.use(self.args, config)
+        if log_probs.wanted(config) and not self._observes:
+            self._say_no_mismatch("engines do not give those of the policy at this temperature with this top-p")
         self._sync = LograTrainerEngine.trainer_init(
             LograTrainerInitInfo(
                 rank=torch.distributed.get_rank(),
@@ -225,7 +276,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
             client=RayEngines(self.vllm_engines, getattr(self, "_model_update_group", None)),
             source=strategy.logra.parameters(),
         )
-        strategy.on_update = self._sync.push
+        strategy.push = self._sync.push
         strategy.sync_state = self._sync.state_dict
 
     def _init_vllm_sync_group(self, backend: str) -> None:
@@ -234,11 +285,46 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
         if backend == "nccl" and cpu.has_gpu() and not self.strategy.args.vllm.sync_with_ray:
             super()._init_vllm_sync_group(backend)
 
+    def training_step(self, experience, *args, **kwargs) -> dict:
+        config, held = self.strategy.logra.config, self.strategy.responses
+        held += first_responses(
+            experience.sequences,
+            experience.attention_mask,
+            experience.action_mask,
+            config.kl_probe_responses - len(held),
+            config.kl_probe_max_tokens,
+        )
+        return super().training_step(experience, *args, **kwargs)
+
     def ppo_train(self, kl_ctl: float) -> dict:
         self.strategy.outcomes.clear()
+        self.strategy.metrics.clear()
+        self._observe_mismatch()
         status = super().ppo_train(kl_ctl)
         status.update(self._update_metrics())
         return status
+
+    def _observe_mismatch(self) -> None:
+        """Rollout minus trainer log-probability per generated token of the completed responses of all ranks."""
+        if not self._observes:
+            return
+        total, tokens, without = 0.0, 0, 0
+        for item in self.replay_buffer.items:
+            if item.rollout_log_probs is None:
+                without += 1
+            elif not item.truncated:
+                difference = item.rollout_log_probs.float() - item.action_log_probs.float()
+                total += float(difference[item.action_mask.bool()].sum())
+                tokens += int(item.action_mask.sum())
+        total, tokens, without = sum_over_ranks([total, tokens, without], torch.device(torch.cuda.current_device()))
+        if without:
+            self._observes = False
+            self._say_no_mismatch("responses came without them")
+        elif tokens:
+            self.strategy.kl_control.observe_mismatch(total / tokens)
+
+    def _say_no_mismatch(self, reason: str) -> None:
+        self.strategy.print(f"[logra] no rollout log-probabilities ({reason}): no mismatch is taken off the KL budget")
 
     def _update_metrics(self) -> dict[str, float]:
         """Means over the updates of one PPO phase; `skipped` counts, `version` is the last."""
@@ -254,14 +340,22 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
         }
         if self.strategy.logra.state_bytes is not None:
             metrics["logra/state_bytes"] = float(self.strategy.logra.state_bytes + self._sync.state_bytes)
+        measured: dict[str, list[float]] = {}
         for name in ("alpha", "sketch_norm", "update_ratio"):
             values = [getattr(outcome, name) for outcome in applied if getattr(outcome, name) is not None]
+            measured[f"logra/{name}"] = values
+        for name in dict.fromkeys(name for update in self.strategy.metrics for name in update):
+            measured[name] = [update[name] for update in self.strategy.metrics if name in update]
+        for name, values in measured.items():
             if values:
-                metrics[f"logra/{name}"] = sum(values) / len(values)
+                metrics[name] = sum(values) / (1 if name.startswith("timing/") else len(values))
         return metrics
 
     def broadcast_to_vllm(self) -> None:
         self.sync_report = self._sync.send_weights()
+        context = SyncContext(self.strategy.logra.version, self.sync_report)
+        for callback in self.strategy.callbacks.values():
+            callback.on_sync(context)
         torch.distributed.barrier()
 
 
@@ -300,6 +394,9 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
             self._stale = "it was started again, with the base model"
         else:
             self._known_version.set()
+        self._log_probs = os.environ.get(log_probs.VARIABLE)
+        if self._log_probs:
+            kwargs["logprobs_mode"] = self._log_probs
         kwargs["weight_transfer_config"] = {"backend": "logra"}
         kwargs["worker_extension_cls"] = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
         if not cpu.has_gpu():
@@ -349,6 +446,11 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
             print("[logra] the engine core died; this rollout actor ends, to be started again", flush=True)
             os._exit(1)
 
+    async def generate_responses(self, *args, sampling_params, **kwargs):
+        if self._log_probs and sampling_params.logprobs is None:
+            sampling_params.logprobs = 0  # of the sampled token only
+        return await super().generate_responses(*args, sampling_params=sampling_params, **kwargs)
+
     async def generate(self, *args, **kwargs):
         # Requests that arrive during a sync wait for its end; those at a stale engine, for its repair.
         while not self._known_version.is_set():  # again after a wait, which others may have closed meanwhile
@@ -365,8 +467,56 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
 # it is not the class of the instance any more. Stock methods that call `super()` are therefore named here again.
 
 
-class _SyncMetrics:
-    """Adds the sync's metrics to each step's status, and prints one line per step."""
+class LograExperienceMaker(experience_maker.RemoteExperienceMaker):
+    """With the paper's advantage: reward minus the running mean of all earlier rewards.
+
+    Attributes:
+        baseline: the mean; None without `--logra.reward_baseline running`.
+    """
+
+    baseline: RunningBaseline | None = None
+
+    def compute_advantages_and_returns(self, experiences):
+        if self.baseline is None:
+            return super().compute_advantages_and_returns(experiences)
+        mean = self.baseline.take(torch.cat([experience.rewards for experience in experiences]))
+        for experience in experiences:
+            experience.rewards = experience.rewards.float() - mean
+        advantage = self.strategy.args.algo.advantage
+        stock, advantage.estimator = (
+            advantage.estimator,
+            "running",
+        )  # no name of stock's: it shapes nothing further
+        try:
+            return super().compute_advantages_and_returns(experiences)
+        finally:
+            advantage.estimator = stock
+
+
+class _Controller:
+    """Adds the sync's metrics to each step's status, prints one line per step, and keeps the running baseline."""
+
+    def _centre_rewards(self) -> None:
+        self.experience_maker.__class__ = LograExperienceMaker
+        if from_hierarchy(self.args.logra).reward_baseline == "running":
+            self.experience_maker.baseline = RunningBaseline()
+
+    def restore_best_checkpoint_state(self, checkpoint_states) -> None:
+        super().restore_best_checkpoint_state(checkpoint_states)
+        baseline = self.experience_maker.baseline
+        if baseline is not None and _BASELINE_CHECKPOINT_KEY in checkpoint_states:
+            baseline.load_state_dict(checkpoint_states[_BASELINE_CHECKPOINT_KEY])
+
+    def _with_baseline(self, client_states: dict | None) -> dict | None:
+        baseline = self.experience_maker.baseline
+        return (
+            client_states
+            if baseline is None
+            else {**(client_states or {}), _BASELINE_CHECKPOINT_KEY: baseline.state_dict()}
+        )
+
+    def save_best_checkpoint(self, eval_metrics, global_step, client_states=None) -> None:
+        super().save_best_checkpoint(eval_metrics, global_step, self._with_baseline(client_states))
 
     def train_step(self, rollout_samples, global_step: int):
         start = time.perf_counter()
@@ -381,7 +531,7 @@ class _SyncMetrics:
 
     def save_logs_and_checkpoints(self, global_step: int, logs_dict=None, client_states=None) -> None:
         logs = {**(logs_dict or {}), **getattr(self, "_logra_timings", {})}
-        super().save_logs_and_checkpoints(global_step, logs, client_states)
+        super().save_logs_and_checkpoints(global_step, logs, self._with_baseline(client_states))
 
 
 def _sync_metrics(report: SyncReport) -> dict[str, float]:
@@ -401,6 +551,8 @@ def _step_line(step: int, status: dict, report: SyncReport | None, seconds: floa
     if "logra/alpha" in status:
         parts.append(f"alpha {status['logra/alpha']:.3f}")
         parts.append(f"|step|/|W| {status['logra/update_ratio']:.1e}")
+    if "logra/realized_kl" in status:
+        parts.append(f"KL {status['logra/realized_kl']:.1e} of {status['logra/kl_budget']:.1e}")
     if status.get("logra/skipped"):
         parts.append(f"skipped {status['logra/skipped']:.0f}")
     if report is not None:
@@ -413,11 +565,12 @@ def _step_line(step: int, status: dict, report: SyncReport | None, seconds: floa
     return ", ".join(parts)
 
 
-class LograPPOTrainer(_SyncMetrics, _plain(ppo_trainer.PPOTrainer)):
+class LograPPOTrainer(_Controller, _plain(ppo_trainer.PPOTrainer)):
     """Synchronous controller."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self._centre_rewards()
 
     def fit(self, global_step: int = 0) -> None:
         if self.args.logra.eval_at_start and self.eval_dataloader and not self.args.ckpt.load_enable:
@@ -429,11 +582,12 @@ class LograPPOTrainer(_SyncMetrics, _plain(ppo_trainer.PPOTrainer)):
         super().fit(global_step)
 
 
-class LograTrainingActor(_SyncMetrics, _plain(ppo_trainer_async.TrainingActor)):
+class LograTrainingActor(_Controller, _plain(ppo_trainer_async.TrainingActor)):
     """Training half of the asynchronous controller."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self._centre_rewards()
 
     def broadcast_to_vllm(self) -> None:
         super().broadcast_to_vllm()

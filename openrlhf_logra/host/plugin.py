@@ -10,8 +10,8 @@ from types import ModuleType
 from openrlhf.utils.config import hierarchize
 
 from .. import __version__
-from ..config import ConfigError, from_flat
-from . import cpu, refusals
+from ..config import ConfigError, LograConfig, from_flat
+from . import cpu, log_probs, refusals
 
 _ENGINE_RESTARTS = 3
 SETUP_HOOK = "openrlhf_logra.host.ray_worker.setup"
@@ -34,7 +34,7 @@ def enable(flat: argparse.Namespace, main: ModuleType) -> None:
         _adapt_to_cpu(flat, args)
     refusals.check(args, config)
     _replace_classes(main)
-    _extend_ray_init(args)
+    _extend_ray_init(args, config)
     print(f"[logra] openrlhf_logra {__version__} active in the driver (pid {os.getpid()})", flush=True)
 
 
@@ -72,7 +72,7 @@ def rollout_actor():
     return ray.remote(max_restarts=_ENGINE_RESTARTS)(actors.LograRolloutRayActor)
 
 
-def _extend_ray_init(args) -> None:
+def _extend_ray_init(args, config: LograConfig) -> None:
     """Make the next `ray.init` start our hook in every worker and, without a GPU, provide logical ones."""
     import ray
 
@@ -82,6 +82,8 @@ def _extend_ray_init(args) -> None:
         ray.init = init
         runtime_env = dict(options.pop("runtime_env", None) or {})
         runtime_env["worker_process_setup_hook"] = SETUP_HOOK
+        if log_probs.use(args, config):
+            runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), log_probs.VARIABLE: log_probs.mode(args)}
         if not cpu.has_gpu() and not os.environ.get("RAY_ADDRESS"):
             gpus = logical_gpus(args)
             options.setdefault("num_gpus", gpus)

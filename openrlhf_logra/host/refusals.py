@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from ..config import ConfigError, LograConfig, one_line
 from ..strategies import strategy_class
 from ..sync.log import record_files
+from ..train.callbacks import load_callbacks
+from ..train.kl_control import controls_kl
 from . import cpu
 from .models import load_skeleton, looks_local
 from .vllm_plugin import let_through
@@ -21,6 +23,8 @@ def check(args: SimpleNamespace, config: LograConfig) -> None:
         ConfigError: naming the flag, the value found and what to do.
     """
     _check_combinations(args)
+    _check_step_control(args, config)
+    load_callbacks(config.callbacks)
     _check_log(args, config)
     _check_model(args, config)
     _check_dataset("--data.prompt_dataset", args.data.prompt_dataset, args, required=True)
@@ -87,6 +91,30 @@ def _check_combinations(args: SimpleNamespace) -> None:
             raise ConfigError(message)
 
 
+def _check_step_control(args: SimpleNamespace, config: LograConfig) -> None:
+    running = config.reward_baseline == "running"
+    refused = [
+        (
+            controls_kl(config) and not args.rollout.temperature > 0,
+            f"--rollout.temperature {args.rollout.temperature}: predicted-KL control needs a positive one; set it, or "
+            "--logra.kl.disable",
+        ),
+        (
+            running and args.algo.advantage.estimator != "reinforce",
+            "--logra.reward_baseline running: --algo.advantage.estimator "
+            f"{args.algo.advantage.estimator} brings its own baseline; use reinforce",
+        ),
+        (
+            running and args.reward.stop_properly_penalty_coef is not None,
+            "--logra.reward_baseline running: --reward.stop_properly_penalty_coef would scale rewards after the "
+            "baseline was taken off; drop one of them",
+        ),
+    ]
+    for holds, message in refused:
+        if holds:
+            raise ConfigError(message)
+
+
 def _packs(args: SimpleNamespace) -> bool:
     """The host turns packing on for the other two."""
     return args.ds.packing_samples or args.train.dynamic_batch_enable or args.ds.ring_attn_size > 1
@@ -96,7 +124,13 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
     path = args.actor.model_name_or_path
     if not path:
         raise ConfigError("--actor.model_name_or_path is missing; give a model directory or a hub name")
-    strategy_class(config.method)(config, load_skeleton(path))
+    model = load_skeleton(path)
+    strategy_class(config.method)(config, model)
+    if controls_kl(config) and hasattr(model.config, "vision_config"):
+        raise ConfigError(
+            f"--actor.model_name_or_path {path}: predicted-KL control does not pass images through the model yet; add "
+            "--logra.kl.disable"
+        )
 
 
 def _check_log(args: SimpleNamespace, config: LograConfig) -> None:

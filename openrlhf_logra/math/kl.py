@@ -25,10 +25,10 @@ def rate_variance(logits: torch.Tensor, rates: torch.Tensor, temperature: float)
     Returns:
         float64 [n].
     """
-    p = torch.softmax(logits.double() / temperature, dim=-1)
-    rates = rates.double()
+    p = torch.softmax(logits.float() / temperature, dim=-1)
+    rates = rates.float()
     mean = (p * rates).sum(-1, keepdim=True)
-    return (p * (rates - mean).square()).sum(-1)
+    return (p * (rates - mean).square()).sum(-1, dtype=torch.float64)
 
 
 def kl_divergence(before: torch.Tensor, after: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -40,10 +40,18 @@ def kl_divergence(before: torch.Tensor, after: torch.Tensor, temperature: float)
     Returns:
         float64 [n], never negative.
     """
-    log_p = torch.log_softmax(before.double() / temperature, dim=-1)
-    difference = torch.log_softmax(after.double() / temperature, dim=-1) - log_p
-    # Both sum to 1, so that sum p (e^d - 1) = 0: added, it leaves terms of one sign and nothing to cancel.
-    return (log_p.exp() * (torch.expm1(difference) - difference)).sum(-1)
+    change = (after.float() - before.float()) / temperature
+    if (change.abs() > 30).any():  # no step should make one, and e**change would leave float32
+        log_p, log_q = (torch.log_softmax(z.double() / temperature, dim=-1) for z in (before, after))
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    # d = log q - log p, from the change alone: nothing of the size of log p is subtracted from its like.
+    p = torch.softmax(before.float() / temperature, dim=-1)
+    d = change - torch.log1p((p * torch.expm1(change)).sum(-1, keepdim=True))
+    # Both distributions sum to 1, so that sum p (e^d - 1) = 0: added, it leaves terms of one sign. Where d is small,
+    # by their series, since e^d - 1 - d would be all rounding there.
+    small = d.square() * (0.5 + d / 6 + d.square() / 24)
+    terms = torch.where(d.abs() < 0.05, small, torch.expm1(d) - d)
+    return (p * terms).sum(-1, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -77,25 +85,24 @@ class KLSettings:
 
 @dataclass
 class KLController:
-    """alpha = min(alpha_max, sqrt(delta / q)), with everything that enters delta.
+    """alpha = min(alpha_max, sqrt(delta / q)), with everything that enters delta. Its state is what it has observed;
+    t, the index of the update, is the caller's.
 
     Attributes:
         settings: constants.
-        update: t, index of the next update.
         mismatch: m, the moving average of rollout minus trainer log-probability per token; None before the first
             observation.
         log_ratio: moving average of log(realised / predicted).
     """
 
     settings: KLSettings
-    update: int = 0
     mismatch: float | None = None
     log_ratio: float = 0.0
 
-    def budget(self) -> float:
-        """delta of the next update: scheduled, less the mismatch, corrected by feedback."""
+    def budget(self, update: int) -> float:
+        """delta_t of update t: scheduled, less the mismatch, corrected by feedback."""
         settings = self.settings
-        scheduled = settings.scheduled(self.update)
+        scheduled = settings.scheduled(update)
         delta = scheduled
         if settings.subtract_mismatch and self.mismatch is not None:
             delta = max(scheduled - self.mismatch, settings.mismatch_floor * scheduled)
@@ -103,17 +110,13 @@ class KLController:
             delta /= min(max(math.exp(self.log_ratio), 1 / FEEDBACK_LIMIT), FEEDBACK_LIMIT)
         return delta
 
-    def alpha(self, q: float) -> float | None:
-        """Step size for a direction with this q: 1 where it changes nothing (q = 0), None where q is not finite."""
+    def alpha(self, q: float, update: int) -> float | None:
+        """Step size of update t along a direction with this q: 1 where q = 0, None where q is not finite."""
         if not math.isfinite(q) or q < 0:
             return None
         if q == 0:
             return min(1.0, self.settings.alpha_max)
-        return min(self.settings.alpha_max, math.sqrt(self.budget() / q))
-
-    def advance(self) -> None:
-        """An update was made: the schedule goes on."""
-        self.update += 1
+        return min(self.settings.alpha_max, math.sqrt(self.budget(update) / q))
 
     def observe_mismatch(self, difference: float) -> None:
         """Mean over generated tokens of rollout minus trainer log-probability; not finite is no observation."""
@@ -134,4 +137,4 @@ class KLController:
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from `state_dict()`."""
-        self.update, self.mismatch, self.log_ratio = state["update"], state["mismatch"], state["log_ratio"]
+        self.mismatch, self.log_ratio = state["mismatch"], state["log_ratio"]

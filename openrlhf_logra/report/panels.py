@@ -96,6 +96,22 @@ PANELS = (
         ),
     ),
     Panel(
+        "KL per update",
+        "KL per token that updates were predicted to cost, did cost, and might cost; means over a step's updates.",
+        (
+            Strip(
+                "KL",
+                (
+                    Series("train/logra/kl_budget", "budget", "muted", "dashed"),
+                    Series("train/logra/predicted_kl", "predicted"),
+                    Series("train/logra/realized_kl", "realised", "orange", "points"),
+                ),
+                "log",
+            ),
+            Strip("Mismatch", (Series("train/logra/mismatch", "mismatch"),), "zero"),
+        ),
+    ),
+    Panel(
         "Sync per step",
         "Bytes of the weight sync after each step, against the full weights in bf16; the legend gives medians.",
         (

@@ -1,5 +1,6 @@
 """What every strategy is: the few calls that the host makes, in this order."""
 
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -22,7 +23,7 @@ class StepOutcome:
         sketch_norm: the sketches' share of it.
         alpha: step size.
         update_ratio: |step| / |W| over all targets.
-        seconds: time spent.
+        seconds: time spent on proposing and committing.
     """
 
     updates: tuple[Update, ...]
@@ -46,7 +47,7 @@ class Proposal:
         ratio: |step| / |W| at alpha = 1.
         directions: U of each target, float32 [d, r], on every rank until the step is taken; empty where a strategy's
             step is no such product.
-        started: time.perf_counter() when it was begun.
+        seconds: time spent on it.
     """
 
     finite: bool
@@ -54,7 +55,7 @@ class Proposal:
     eta: float = 0.0
     ratio: float = 0.0
     directions: tuple[torch.Tensor, ...] = ()
-    started: float = 0.0
+    seconds: float = 0.0
 
 
 class Strategy:
@@ -71,12 +72,14 @@ class Strategy:
     Attributes:
         trained: names of the parameters that training changes.
         exact_updates: whether rollout engines can repeat `StepOutcome.updates` bit for bit.
+        sizes_steps: whether `alpha` sizes the step; False where the host's own optimizer has taken it already.
         version: number of updates applied.
         state_bytes: bytes of trainer state that this rank keeps, or None where DeepSpeed keeps it.
     """
 
     trained: tuple[str, ...]
     exact_updates: bool
+    sizes_steps: bool
     state_bytes: int | None
 
     def __init__(self, config: LograConfig, model: nn.Module):
@@ -106,8 +109,14 @@ class Strategy:
         """
         raise NotImplementedError
 
+    def along(self, proposal: Proposal, how: float | str) -> AbstractContextManager:
+        """For a while the model computes as if the proposed step had been taken at alpha = `how` (no weight changes),
+        or, with "jvp", carries the derivative along it as tangents. Forward passes without gradient only. For
+        strategies that size steps."""
+        raise NotImplementedError
+
     def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
-        """Take the proposed step at this size, or none (alpha None). A collective, with the same alpha everywhere.
+        """Take the proposed step at this size, or none (alpha None). A collective; rank 0's alpha counts.
 
         Args:
             alpha: step size in [0, inf).
@@ -139,7 +148,14 @@ class Strategy:
 
 
 # Flags that do not enter the mathematics may change at a resume.
-_FREE_TO_CHANGE = {"sync_mode", "sync_verify_every", "sync_log_dir", "allow_untested_host", "eval_at_start"}
+_FREE_TO_CHANGE = {
+    "callbacks",
+    "sync_mode",
+    "sync_verify_every",
+    "sync_log_dir",
+    "allow_untested_host",
+    "eval_at_start",
+}
 
 
 def _differs(theirs: dict, ours: dict, key: str) -> bool:

@@ -11,6 +11,7 @@ class DenseStrategy(Strategy):
     """Changes nothing of the training; counts its updates."""
 
     exact_updates = False
+    sizes_steps = False
     state_bytes = None
 
     def __init__(self, config: LograConfig, model: nn.Module):

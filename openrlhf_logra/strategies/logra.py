@@ -22,6 +22,7 @@ from ..math.exact import Update, quantize
 from ..math.projection import Projection, projection_index
 from ..math.sketch import SketchSink, grad_anchor, side_linear, side_rate, sketch_linear
 from ..train.coverage import Coverage, measure, projection_cache_bytes
+from ..train.ranks import of_rank_0, rank, share_bits_of_rank_0, sum_over_ranks, world_size
 from ..train.shards import apply_update, share_owned_bits, squared_norm
 from ..train.targets import Target, check_rank, find_targets
 from .base import Proposal, StepOutcome, Strategy
@@ -32,6 +33,8 @@ _LARGEST_NORM = 1e19  # beyond, squares overflow float32 and would poison the mo
 
 class LograStrategy(Strategy):
     """Sketches in backward, one low-rank update at the boundary. Only the targets change."""
+
+    sizes_steps = True
 
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
@@ -93,13 +96,13 @@ class LograStrategy(Strategy):
 
     def bind(self, device: torch.device) -> None:
         """Allocate the sketches (one flat float32 buffer) and, on rank 0, the moments, on the trainer's device."""
-        rank = self.config.rank
-        self._flat = torch.zeros(sum(t.rows for t in self.targets), rank, dtype=torch.float32, device=device)
+        r = self.config.rank
+        self._flat = torch.zeros(sum(t.rows for t in self.targets), r, dtype=torch.float32, device=device)
         for sink, value in zip(self._sinks, self._by_target(self._flat)):
             sink.value = value
         self._directions: list[Direction] = []
-        if _rank() == 0:
-            self._directions = [make_direction(self.config.direction(), t.rows, rank, device) for t in self.targets]
+        if rank() == 0:
+            self._directions = [make_direction(self.config.direction(), t.rows, r, device) for t in self.targets]
 
     @property
     def state_bytes(self) -> int:
@@ -136,15 +139,16 @@ class LograStrategy(Strategy):
         start = time.perf_counter()
         self._check_contributions()
         self._reduce()
-        proposal = replace(self._decide(max_norm), started=start)
+        proposal = self._decide(max_norm)
         if proposal.finite:
-            _broadcast_bits(self._flat)
+            share_bits_of_rank_0(self._flat)
             proposal = replace(proposal, directions=self._by_target(self._flat))
-        return proposal
+        return replace(proposal, seconds=time.perf_counter() - start)
 
     def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
-        updates = ()
-        if proposal.finite and alpha is not None and math.isfinite(alpha * proposal.eta):
+        start, updates = time.perf_counter(), ()
+        (alpha,) = of_rank_0([math.nan if alpha is None else alpha], self._flat.device)
+        if proposal.finite and math.isfinite(alpha * proposal.eta):
             scale = alpha * proposal.eta / math.sqrt(self.config.rank)
             updates = tuple(self._update(t, u * scale) for t, u in zip(self.targets, proposal.directions))
             for target, update in zip(self.targets, updates):
@@ -160,7 +164,7 @@ class LograStrategy(Strategy):
             sketch_norm=proposal.grad_norm,
             alpha=alpha if updates else 0.0,
             update_ratio=alpha * proposal.ratio if updates else 0.0,
-            seconds=time.perf_counter() - proposal.started,
+            seconds=proposal.seconds + time.perf_counter() - start,
         )
 
     def _update(self, target: Target, coefficients: torch.Tensor) -> Update:
@@ -171,7 +175,7 @@ class LograStrategy(Strategy):
     def _check_contributions(self) -> None:
         """A target is silent when no rank's backward reached it; then every rank raises."""
         counts = torch.tensor([sink.contributions for sink in self._sinks], device=self._flat.device)
-        if _world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(counts)
         silent = [t.name for t, count in zip(self.targets, counts.tolist()) if count == 0]
         if silent:
@@ -182,26 +186,23 @@ class LograStrategy(Strategy):
 
     def _reduce(self) -> None:
         """Mean of the sketches over the data-parallel (and ring-attention) ranks, on rank 0."""
-        world = _world_size()
-        if world > 1:
+        if world_size() > 1:
             dist.reduce(self._flat, dst=0)
-            self._flat /= world
+            self._flat /= world_size()
 
     def _decide(self, max_norm: float) -> Proposal:
         """Directions in the place of the sketches on rank 0; the same scalars on every rank."""
-        squared_weight = _sum_over_ranks(sum(squared_norm(t.weight) for t in self.targets), self._flat.device)
-        if _world_size() == 1:
+        (squared_weight,) = sum_over_ranks([sum(squared_norm(t.weight) for t in self.targets)], self._flat.device)
+        if world_size() == 1:
             return self._decide_alone(max_norm, squared_weight)
         proposal, failure = Proposal(False), None
-        if _rank() == 0:
+        if rank() == 0:
             try:
                 proposal = self._decide_alone(max_norm, squared_weight)
             except Exception as error:  # raised below on every rank, none of which is left waiting
                 failure = error
         scalars = [failure is not None, proposal.finite, proposal.grad_norm or 0.0, proposal.eta, proposal.ratio]
-        shared = torch.tensor(scalars, dtype=torch.float64).to(self._flat.device)
-        dist.broadcast(shared, src=0)
-        failed, finite, norm, eta, ratio = shared.tolist()
+        failed, finite, norm, eta, ratio = of_rank_0(scalars, self._flat.device)
         if failed:
             raise failure or RuntimeError("LoGRA: rank 0 could not compute the update; its own error says why")
         return Proposal(bool(finite), norm, eta, ratio)
@@ -258,25 +259,3 @@ class LograStrategy(Strategy):
         self._projections.clear()
         for target, direction in zip(self.targets, self._directions):
             direction.load_state_dict(state["directions"][target.name])
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _sum_over_ranks(value: float, device: torch.device) -> float:
-    if _world_size() == 1:
-        return value
-    total = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return float(total)
-
-
-def _broadcast_bits(tensor: torch.Tensor) -> None:
-    # As bytes: neither gloo nor NCCL knows int16, and bytes cannot be rounded.
-    if _world_size() > 1:
-        dist.broadcast(tensor.view(torch.uint8), src=0)

@@ -7,7 +7,7 @@ for, and logits are formed from that a few positions at a time, in float32.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -27,7 +27,7 @@ class ProbeBatch:
 
     Attributes:
         sequences: int64 [L] each, without padding.
-        positions: int64 [n] each, increasing indices into the sequence, the last token's excluded.
+        positions: int64 [n] each, increasing indices into the sequence.
         temperature: T of the rollout.
     """
 
@@ -39,6 +39,43 @@ class ProbeBatch:
     def count(self) -> int:
         """Number of positions."""
         return sum(len(positions) for positions in self.positions)
+
+    def of_length(self, responses: int, device: torch.device) -> "ProbeBatch":
+        """The same batch, filled up to this number of responses with ones that have no position: ranks must make
+        equally many forward passes."""
+        missing = responses - len(self.sequences)
+        if missing <= 0:
+            return self
+        nothing = torch.zeros(1, dtype=torch.int64, device=device)
+        sequences, positions = (*self.sequences, *[nothing] * missing), (*self.positions, *[nothing[:0]] * missing)
+        return replace(self, sequences=sequences, positions=positions)
+
+
+Response = tuple[torch.Tensor, torch.Tensor]
+
+
+def first_responses(
+    sequences: torch.Tensor, attention_mask: torch.Tensor, action_mask: torch.Tensor, count: int, max_tokens: int
+) -> list[Response]:
+    """Sequence and positions, as in `ProbeBatch`, of the first responses of a padded batch that have a token.
+
+    Args:
+        sequences, attention_mask: int64 [B, L].
+        action_mask: [B, A], for the log-probabilities of the last A tokens.
+        count: how many responses at most.
+        max_tokens: positions taken of each at most; the sequence ends with the last of them.
+    """
+    found = []
+    for tokens, valid, actions in zip(sequences, attention_mask.bool(), action_mask.bool()):
+        if len(found) == count:
+            break
+        # The log-probability of token i is read at position i - 1.
+        predicting = torch.zeros_like(valid)
+        predicting[-1 - len(actions) : -1] = actions
+        positions = predicting[valid].nonzero().flatten()[:max_tokens]
+        if len(positions):
+            found.append((tokens[valid][: int(positions[-1]) + 1].clone(), positions))
+    return found
 
 
 class Head:
@@ -121,7 +158,7 @@ class Probe:
         """The head's inputs at the positions of each response, [n, d], with the weights W (+ epsilon D)."""
         found = []
         direction = nullcontext() if epsilon is None else self._along(epsilon)
-        with torch.no_grad(), direction, self._head.captured() as inputs:
+        with torch.no_grad(), _looking(self._model), direction, self._head.captured() as inputs:
             for sequence, positions in zip(batch.sequences, batch.positions):
                 self._forward(sequence[None])
                 found.append(inputs.pop()[0, positions])
@@ -143,8 +180,8 @@ class Probe:
     def variance_by_tangent(self, batch: ProbeBatch) -> float:
         """The same by forward-mode AD: one pass for all targets, exact up to rounding."""
         total = 0.0
-        captured, direction = self._head.captured(), self._along("jvp")
-        with torch.no_grad(), fwAD.dual_level(), _forward_ad(self._model), direction, captured as inputs:
+        captured, direction, looking = self._head.captured(), self._along("jvp"), _looking(self._model)
+        with torch.no_grad(), fwAD.dual_level(), looking, _forward_ad(self._model), direction, captured as inputs:
             for sequence, positions in zip(batch.sequences, batch.positions):
                 self._forward(sequence[None])
                 hidden, tangent = (part[0, positions] for part in fwAD.unpack_dual(inputs.pop()))
@@ -171,8 +208,24 @@ class Probe:
 
 
 @contextmanager
+def _looking(model: nn.Module) -> Iterator[None]:
+    """For a while the model neither drops out nor checkpoints activations, and attends to one whole sequence: by the
+    same kernel in every probe, so that what two of them differ by is the weights."""
+    config, training = model.config.get_text_config(), model.training
+    attention = config._attn_implementation
+    soft_capped = getattr(config, "attn_logit_softcapping", None) is not None  # which only the eager kernel does here
+    model.eval()
+    config._attn_implementation = "eager" if attention == "eager" or soft_capped else "sdpa"
+    try:
+        yield
+    finally:
+        config._attn_implementation = attention
+        model.train(training)
+
+
+@contextmanager
 def _forward_ad(model: nn.Module) -> Iterator[None]:
-    """For a while forward-mode AD goes through the model: attention by a kernel that has it, and DeepSpeed's ZeRO-3
+    """For a while forward-mode AD goes through the model: attention by the kernel that has it, and DeepSpeed's ZeRO-3
     functions, which have none, out of the way (no backward pass follows, for which they are there)."""
     held = [
         (module, name, module.__dict__[name])
@@ -180,12 +233,10 @@ def _forward_ad(model: nn.Module) -> Iterator[None]:
         for name in ("pre_bwd_fn", "post_bwd_fn")
         if name in module.__dict__
     ]
-    linear, config = functional.linear, model.config.get_text_config()
-    attention = config._attn_implementation
+    linear = functional.linear
     for module, name, _ in held:
         setattr(module, name, _Identity)
     functional.linear = torch._C._nn.linear
-    config._attn_implementation = "eager" if attention == "eager" else "sdpa"
     try:
         with sdpa_kernel(SDPBackend.MATH):
             yield
@@ -193,7 +244,6 @@ def _forward_ad(model: nn.Module) -> Iterator[None]:
         for module, name, function in held:
             setattr(module, name, function)
         functional.linear = linear
-        config._attn_implementation = attention
 
 
 class _Identity:

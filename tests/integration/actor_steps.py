@@ -41,6 +41,7 @@ def host_arguments(config: dict) -> SimpleNamespace:
         "ds.zero_stage": config["zero"],
         "ds.tensor_parallel_size": 1,
         "ds.ring_attn_size": 1,
+        "rollout.temperature": config.get("temperature", 1.0),
         "train.dynamic_batch_enable": False,
         "train.seed": 1,
         "train.batch_size": config["batch"],
@@ -64,7 +65,7 @@ def build(config: dict):
         attn_implementation="sdpa",
         param_dtype="bf16",
         ds_config=strategy.get_ds_train_config(),
-        temperature=1.0,
+        temperature=args.rollout.temperature,
     )
     if config.get("checkpointing"):
         reentrant = config["checkpointing"] == "reentrant"
@@ -133,7 +134,7 @@ def run(config: dict, folder: Path) -> dict:
 
     logra._decide = watched
     sent = []
-    strategy.on_update = lambda updates, version: sent.append([update.to("cpu") for update in updates])
+    strategy.push = lambda updates, version: sent.append([update.to("cpu") for update in updates])
     result["buffers"] = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
     for step in range(config.get("steps", 2)):
         train_step(strategy, actor, optimizer, scheduler, step, config)

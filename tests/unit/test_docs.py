@@ -27,7 +27,7 @@ def reference() -> str:
             default, accepts = "off", "switch"
         else:
             default = " ".join(action.default) if isinstance(action.default, tuple) else str(action.default)
-            default = {"None": "see meaning"}.get(default, default)
+            default = {"None": "see meaning", "": "none"}.get(default, default)
             accepts = (
                 ", ".join(action.choices) if action.choices else {"+": "names"}.get(action.nargs, action.type.__name__)
             )

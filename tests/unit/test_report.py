@@ -341,7 +341,7 @@ def test_missing_extra(demo: Path, capsys: pytest.CaptureFixture, monkeypatch: p
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert call(demo) == 2
-    one_line_error(capsys, missing, 'pip install "openrlhf-logra[report]"')
+    one_line_error(capsys, missing, "pip install matplotlib tensorboard")
 
 
 def test_summary_rows():

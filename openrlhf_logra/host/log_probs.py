@@ -1,0 +1,32 @@
+"""Log-probabilities of the rollout engines, which the mismatch of predicted-KL control needs (spec section 6).
+
+OpenRLHF asks for them only where it corrects by importance sampling.
+"""
+
+from types import SimpleNamespace
+
+from ..config import LograConfig
+from ..train.kl_control import controls_kl
+
+VARIABLE = "OPENRLHF_LOGRA_ROLLOUT_LOG_PROBS"  # the mode, for rollout actors; absent where they are left alone
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names
+
+
+def wanted(config: LograConfig) -> bool:
+    """Whether the flags ask for mismatch subtraction."""
+    return controls_kl(config) and not config.kl_no_mismatch_subtraction
+
+
+def mode(args: SimpleNamespace) -> str | None:
+    """vLLM's mode that gives the policy at the rollout's temperature, the one that the trainer computes; None if none
+    does. Raw ones are at temperature 1; processed ones at the rollout's, but of what top-p has left."""
+    if args.rollout.temperature == 1:
+        return RAW
+    if args.rollout.top_p != 1 or args.algo.advantage.is_correction_level != "off":
+        return None  # the host's correction is the user's recipe: its mode stays as it is
+    return PROCESSED
+
+
+def use(args: SimpleNamespace, config: LograConfig) -> bool:
+    """Whether rollout actors return log-probabilities for us."""
+    return wanted(config) and mode(args) is not None
