@@ -92,6 +92,32 @@ REFUSED = {
     "beta 1": (["--logra.beta2", "1"], r"--logra\.beta2 is 1"),
     "eps 0": (["--logra.eps", "0"], r"--logra\.eps is 0"),
     "refresh -1": (["--logra.refresh_every", "-1"], r"--logra\.refresh_every is -1"),
+    **{
+        f"{flag} {value}": ([f"--logra.{flag}", value], rf"--logra\.{flag} is {value}")
+        for flag in ("kl.budget", "kl.final_budget", "kl.alpha_max")
+        for value in ("0.0", "-1.0", "nan", "inf")
+    },
+    "horizon 0": (["--logra.kl.horizon", "0"], r"--logra\.kl\.horizon is 0"),
+    "no responses to probe": (["--logra.kl.probe_responses", "0"], r"--logra\.kl\.probe_responses is 0"),
+    "no tokens to probe": (["--logra.kl.probe_max_tokens", "0"], r"--logra\.kl\.probe_max_tokens is 0"),
+    "mismatch weight 0": (["--logra.kl.mismatch_ema", "0"], r"--logra\.kl\.mismatch_ema is 0"),
+    "mismatch floor nan": (["--logra.kl.mismatch_floor", "nan"], r"--logra\.kl\.mismatch_floor is nan"),
+    "temperature 0": (["--rollout.temperature", "0"], r"--rollout\.temperature 0.*--logra\.kl\.disable"),
+    "running baseline beside another": (
+        ["--logra.reward_baseline", "running"],
+        r"estimator group_norm.*use reinforce",
+    ),
+    "running baseline and a penalty that multiplies": (
+        [
+            *("--logra.reward_baseline", "running", "--algo.advantage.estimator", "reinforce"),
+            *("--reward.stop_properly_penalty_coef", "0.5"),
+        ],
+        r"stop_properly_penalty_coef.*drop one",
+    ),
+    "no such callback": (
+        ["--logra.callbacks", "nowhere:Nothing"],
+        r"--logra\.callbacks nowhere:Nothing: cannot be made",
+    ),
     "verify 0": (["--logra.sync.verify_every", "0"], r"--logra\.sync\.verify_every is 0"),
 }
 
