@@ -468,25 +468,17 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
 
 
 class LograExperienceMaker(experience_maker.RemoteExperienceMaker):
-    """With the paper's advantage: reward minus the running mean of all earlier rewards.
+    """With the paper's advantage: reward minus the running mean of all earlier rewards (`baseline`)."""
 
-    Attributes:
-        baseline: the mean; None without `--logra.reward_baseline running`.
-    """
-
-    baseline: RunningBaseline | None = None
+    baseline: RunningBaseline
 
     def compute_advantages_and_returns(self, experiences):
-        if self.baseline is None:
-            return super().compute_advantages_and_returns(experiences)
         mean = self.baseline.take(torch.cat([experience.rewards for experience in experiences]))
         for experience in experiences:
             experience.rewards = experience.rewards.float() - mean
         advantage = self.strategy.args.algo.advantage
-        stock, advantage.estimator = (
-            advantage.estimator,
-            "running",
-        )  # no name of stock's: it shapes nothing further
+        stock = advantage.estimator
+        advantage.estimator = "running"  # no name of stock's: it shapes nothing further
         try:
             return super().compute_advantages_and_returns(experiences)
         finally:
@@ -496,24 +488,23 @@ class LograExperienceMaker(experience_maker.RemoteExperienceMaker):
 class _Controller:
     """Adds the sync's metrics to each step's status, prints one line per step, and keeps the running baseline."""
 
-    def _centre_rewards(self) -> None:
-        self.experience_maker.__class__ = LograExperienceMaker
+    _baseline: RunningBaseline | None = None
+
+    def _use_running_baseline(self) -> None:
         if from_hierarchy(self.args.logra).reward_baseline == "running":
-            self.experience_maker.baseline = RunningBaseline()
+            self._baseline = RunningBaseline()
+            self.experience_maker.__class__ = LograExperienceMaker
+            self.experience_maker.baseline = self._baseline
 
     def restore_best_checkpoint_state(self, checkpoint_states) -> None:
         super().restore_best_checkpoint_state(checkpoint_states)
-        baseline = self.experience_maker.baseline
-        if baseline is not None and _BASELINE_CHECKPOINT_KEY in checkpoint_states:
-            baseline.load_state_dict(checkpoint_states[_BASELINE_CHECKPOINT_KEY])
+        if self._baseline is not None and _BASELINE_CHECKPOINT_KEY in checkpoint_states:
+            self._baseline.load_state_dict(checkpoint_states[_BASELINE_CHECKPOINT_KEY])
 
     def _with_baseline(self, client_states: dict | None) -> dict | None:
-        baseline = self.experience_maker.baseline
-        return (
-            client_states
-            if baseline is None
-            else {**(client_states or {}), _BASELINE_CHECKPOINT_KEY: baseline.state_dict()}
-        )
+        if self._baseline is None:
+            return client_states
+        return {**(client_states or {}), _BASELINE_CHECKPOINT_KEY: self._baseline.state_dict()}
 
     def save_best_checkpoint(self, eval_metrics, global_step, client_states=None) -> None:
         super().save_best_checkpoint(eval_metrics, global_step, self._with_baseline(client_states))
@@ -570,7 +561,7 @@ class LograPPOTrainer(_Controller, _plain(ppo_trainer.PPOTrainer)):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._centre_rewards()
+        self._use_running_baseline()
 
     def fit(self, global_step: int = 0) -> None:
         if self.args.logra.eval_at_start and self.eval_dataloader and not self.args.ckpt.load_enable:
@@ -587,7 +578,7 @@ class LograTrainingActor(_Controller, _plain(ppo_trainer_async.TrainingActor)):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self._centre_rewards()
+        self._use_running_baseline()
 
     def broadcast_to_vllm(self) -> None:
         super().broadcast_to_vllm()

@@ -1,6 +1,7 @@
 """The stock command line with one flag more, on real Ray, DeepSpeed and vLLM: engine == trainer == checkpoint."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from training import (
     stock_flags,
     wait_until_gone,
 )
+
+from openrlhf_logra.math.kl import KLSettings
 
 # Every stage, rank count and engine count, and every pair of the last two.
 COVERING = [(0, 1, 2), (1, 2, 1), (2, 1, 1), (3, 2, 2)]
@@ -66,6 +69,7 @@ def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines,
     finished = run(flags, tmp_path, program=[LOGRA, "train"] if zero == 1 else None)
     assert finished.code == 0, finished.output[-5000:]
     check_steps(finished, steps, "factor")
+    assert all(", KL " in step.line for step in finished.steps), "predicted-KL control is the default"
     check_replay(tmp_path, wide_model, finished)
     roles = [role for role, _ in finished.roles()]
     assert roles.count("driver") == 1
@@ -94,10 +98,47 @@ def test_fifty_updates_that_are_no_factors(changes, logra, tiny_model, tmp_path)
     check_replay(tmp_path, tiny_model, finished)
 
 
+RECORD = """
+import json
+
+from openrlhf_logra.train.callbacks import Callback
+
+
+class Record(Callback):
+    def on_step_end(self, context):
+        self.write(version=context.outcome.version, alpha=context.outcome.alpha, **context.metrics)
+
+    def on_sync(self, context):
+        self.write(synced=context.version, bytes=context.report.sync_bytes)
+
+    def write(self, **line):
+        with open("updates.jsonl", "a") as file:
+            print(json.dumps(line), file=file)
+"""
+
+
+def check_step_control(path: Path, resumed: int) -> None:
+    """A callback of the user saw every update and sync; each update had the budget of its index, resumed or not."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    syncs = [line["synced"] for line in lines if "synced" in line]
+    updates = [line for line in lines if "version" in line]
+    assert syncs[-2:] == [6, 8] and resumed in syncs
+    assert [line["version"] for line in updates][-8 + resumed :] == list(range(resumed + 1, 9))
+    for line in updates:
+        scheduled = KLSettings().scheduled(line["version"] - 1)
+        assert scheduled / 2 <= line["logra/kl_budget"] <= scheduled
+        assert line["logra/predicted_kl"] == pytest.approx(line["logra/kl_budget"]) or line["alpha"] == 3.0
+        assert line["logra/realized_kl"] > 0 and line["logra/mismatch"] > 0
+
+
 def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tmp_path):
-    """Save every step, stop with Ctrl-C after the second, resume: one dense sync, then records again, in one log."""
-    flags = stock_flags(tiny_model, tmp_path, steps=4, **{"--ckpt.save_steps": 1})
-    flags += [*LOGRA_FLAGS, "--logra.sync.log_dir", "records"]
+    """Save every step, stop with Ctrl-C after the second, resume: one dense sync, then records again, in one log.
+    Step control goes on where it was. (At a temperature at which vLLM's log-probabilities need processing.)"""
+    changes = {"--ckpt.save_steps": 1, "--algo.advantage.estimator": "reinforce", "--rollout.temperature": 0.8}
+    flags = stock_flags(tiny_model, tmp_path, steps=4, **changes)
+    flags += [*LOGRA_FLAGS, "--logra.sync.log_dir", "records", "--logra.reward_baseline", "running"]
+    flags += ["--logra.callbacks", "record:Record"]
+    (tmp_path / "record.py").write_text(RECORD)
     process, log, mark = start(flags, tmp_path)
     end = time.monotonic() + 300
     while "[logra] step 2:" not in log.read_text(errors="replace") and time.monotonic() < end:
@@ -120,3 +161,4 @@ def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tm
     assert all("sync factor" in step.line for step in finished.steps), "only the sync before the first step is dense"
     assert finished.steps[-1].number == 4 and finished.steps[-1].version == 8
     check_replay(tmp_path, tiny_model, finished)
+    check_step_control(tmp_path / "updates.jsonl", resumed)
