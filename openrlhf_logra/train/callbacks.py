@@ -31,7 +31,7 @@ class UpdateContext:
         batch: the first responses of this update on this rank.
         model: the Hugging Face model.
         device: where it is.
-        forward: runs one sequence, int64 [1, L], through the model as the host wrapped it. A collective under ZeRO 3.
+        forward: runs tokens, int64 [B, L], through the model as the host wrapped it. A collective under ZeRO 3.
         along: `Strategy.along` of this proposal.
         outcome: what the step did; None until `on_step_end`.
         metrics: further numbers for the log, by name. One PPO phase logs the mean of each over its updates, or the

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -89,8 +89,8 @@ class KLControl(Callback):
 
     def _measure(self, context: UpdateContext) -> _Measured | None:
         """q, and where the policy stands before the step; None where no rank has a position."""
-        responses = largest_over_ranks(len(context.batch.sequences), context.device)
-        batch = context.batch.of_length(responses, context.device)
+        passes = len(context.batch.passes())
+        batch = replace(context.batch, idle=largest_over_ranks(passes, context.device) - passes)
         (positions,) = sum_over_ranks([batch.count], context.device)
         if not positions:
             return None

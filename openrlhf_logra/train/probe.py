@@ -7,7 +7,7 @@ for, and logits are formed from that a few positions at a time, in float32.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -19,6 +19,7 @@ from ..math.kl import kl_divergence, rate_variance
 from .shards import gathered
 
 POSITIONS_AT_ONCE = 128
+TOKENS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -29,26 +30,29 @@ class ProbeBatch:
         sequences: int64 [L] each, without padding.
         positions: int64 [n] each, increasing indices into the sequence.
         temperature: T of the rollout.
+        idle: passes to be made beside those of `passes`: ranks must make equally many.
     """
 
     sequences: tuple[torch.Tensor, ...]
     positions: tuple[torch.Tensor, ...]
     temperature: float
+    idle: int = 0
 
     @property
     def count(self) -> int:
         """Number of positions."""
         return sum(len(positions) for positions in self.positions)
 
-    def of_length(self, responses: int, device: torch.device) -> "ProbeBatch":
-        """The same batch, filled up to this number of responses with ones that have no position: ranks must make
-        equally many forward passes."""
-        missing = responses - len(self.sequences)
-        if missing <= 0:
-            return self
-        nothing = torch.zeros(1, dtype=torch.int64, device=device)
-        sequences, positions = (*self.sequences, *[nothing] * missing), (*self.positions, *[nothing[:0]] * missing)
-        return replace(self, sequences=sequences, positions=positions)
+    def passes(self) -> list[list[int]]:
+        """Indices of the responses that go through the model together: short ones, beside each other."""
+        lengths = [len(sequence) for sequence in self.sequences]
+        groups: list[list[int]] = []
+        for index, length in enumerate(lengths):
+            longest = max([length, *(lengths[i] for i in groups[-1])]) if groups else length
+            if not groups or longest * (len(groups[-1]) + 1) > TOKENS_AT_ONCE:
+                groups.append([])
+            groups[-1].append(index)
+        return groups
 
 
 Response = tuple[torch.Tensor, torch.Tensor]
@@ -141,7 +145,7 @@ class Probe:
 
     Args:
         model: Hugging Face model.
-        forward: runs one sequence [1, L] (int64) through the wrapped model.
+        forward: runs tokens [B, L] (int64) through the wrapped model, each attending to those before it.
         along: within `along(epsilon)` passes are at W + epsilon D, within `along("jvp")` they carry tangents along D.
     """
 
@@ -155,14 +159,10 @@ class Probe:
         self._forward, self._along = forward, along
 
     def hidden(self, batch: ProbeBatch, epsilon: float | None = None) -> list[torch.Tensor]:
-        """The head's inputs at the positions of each response, [n, d], with the weights W (+ epsilon D)."""
-        found = []
+        """The head's inputs at the positions of each pass, [n, d], with the weights W (+ epsilon D)."""
         direction = nullcontext() if epsilon is None else self._along(epsilon)
         with torch.no_grad(), _looking(self._model), direction, self._head.captured() as inputs:
-            for sequence, positions in zip(batch.sequences, batch.positions):
-                self._forward(sequence[None])
-                found.append(inputs.pop()[0, positions])
-        return found
+            return [_at(batch, group, inputs.pop()) for group in self._run(batch)]
 
     def variance_by_difference(self, batch: ProbeBatch, base: list[torch.Tensor], epsilon: float) -> float:
         """Sum over this rank's positions of Var[zdot], by central differences at +-epsilon.
@@ -182,11 +182,10 @@ class Probe:
         total = 0.0
         captured, direction, looking = self._head.captured(), self._along("jvp"), _looking(self._model)
         with torch.no_grad(), fwAD.dual_level(), looking, _forward_ad(self._model), direction, captured as inputs:
-            for sequence, positions in zip(batch.sequences, batch.positions):
-                self._forward(sequence[None])
-                hidden, tangent = (part[0, positions] for part in fwAD.unpack_dual(inputs.pop()))
+            for group in self._run(batch):
+                parts = (_at(batch, group, part) for part in fwAD.unpack_dual(inputs.pop()))
                 with self._head.weights() as (weight, bias):
-                    for h, t in zip(hidden.split(POSITIONS_AT_ONCE), tangent.split(POSITIONS_AT_ONCE)):
+                    for h, t in zip(*(part.split(POSITIONS_AT_ONCE) for part in parts)):
                         z = self._head.logits(h, weight, bias)
                         total += float(rate_variance(z, self._head.rates(z, t, weight), batch.temperature).sum())
         return total
@@ -200,11 +199,26 @@ class Probe:
                 for old, new in self._chunks(weights, before, after)
             )
 
+    def _run(self, batch: ProbeBatch) -> Iterator[list[int]]:
+        """Make each pass of a batch, and give the responses that were in it."""
+        for group in [*batch.passes(), *[[]] * batch.idle]:
+            # A causal model: what stands behind a sequence does not reach it.
+            sequences = [batch.sequences[index] for index in group]
+            one = next(self._model.parameters()).new_zeros(1, dtype=torch.int64)
+            self._forward(nn.utils.rnn.pad_sequence(sequences or [one], batch_first=True))
+            yield group
+
     def _chunks(self, weights, *passes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Logits of several passes at a few positions at a time."""
-        for responses in zip(*passes):
-            for parts in zip(*(hidden.split(POSITIONS_AT_ONCE) for hidden in responses)):
+        """Logits of several times the same passes, at a few positions at a time."""
+        for times in zip(*passes):
+            for parts in zip(*(hidden.split(POSITIONS_AT_ONCE) for hidden in times)):
                 yield [self._head.logits(part, *weights) for part in parts]
+
+
+def _at(batch: ProbeBatch, group: list[int], values: torch.Tensor) -> torch.Tensor:
+    """[n, d]: of values [B, L, d] of a pass those at the positions of its responses, one response after the other."""
+    rows = [values[row, batch.positions[index]] for row, index in enumerate(group)]
+    return torch.cat(rows) if rows else values[0, :0]
 
 
 @contextmanager

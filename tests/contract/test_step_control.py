@@ -53,11 +53,20 @@ def test_positions_are_those_whose_logits_make_the_action_log_probs():
     assert [len(positions) for _, positions in first_responses(tokens, attention, actions, 3, 2)] == [2, 2, 2]
 
 
-def test_a_batch_filled_up_has_no_more_positions():
-    batch = ProbeBatch((torch.arange(5),), (torch.tensor([3, 4]),), 1.0)
-    filled = batch.of_length(3, torch.device("cpu"))
-    assert len(filled.sequences) == len(filled.positions) == 3 and filled.count == 2
-    assert batch.of_length(1, torch.device("cpu")) is batch
+@pytest.mark.parametrize(
+    "lengths, groups",
+    [
+        ([], []),
+        ([5000], [[0]]),
+        ([10, 20, 30], [[0, 1, 2]]),
+        ([2048, 2048, 1], [[0, 1], [2]]),
+        ([1, 5000, 1], [[0], [1], [2]]),
+        ([100] * 41, [[*range(40)], [40]]),
+    ],
+)
+def test_short_responses_share_a_pass(lengths, groups):
+    sequences = tuple(torch.zeros(length, dtype=torch.int64) for length in lengths)
+    assert ProbeBatch(sequences, tuple(sequence[:1] for sequence in sequences), 1.0).passes() == groups
 
 
 # ---- callbacks ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -265,3 +266,18 @@ def test_state_goes_on():
     again = KLController(KLSettings(feedback=True))
     again.load_state_dict(controller.state_dict())
     assert again == controller
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_responses_in_one_pass_are_the_responses_one_by_one(family, monkeypatch):
+    """And ranks that have nothing more to look at make further passes that count for nothing."""
+    import openrlhf_logra.train.probe as module
+
+    policy = Policy(family, torch.float32)
+    assert len(policy.batch.passes()) == 1
+    together = policy.by_tangent(), policy.by_difference(10.0), policy.realised(10.0)
+    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 1)
+    assert len(policy.batch.passes()) == 2
+    policy.batch = replace(policy.batch, idle=2)
+    apart = policy.by_tangent(), policy.by_difference(10.0), policy.realised(10.0)
+    assert together == pytest.approx(apart, rel=1e-4)
