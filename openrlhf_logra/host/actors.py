@@ -138,7 +138,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         if proposal.finite:
             for callback in self.callbacks.values():
                 callback.on_update(context)
-        outcome = self.logra.commit(proposal, None if context.held else context.alpha)
+        outcome = self.logra.commit(proposal, context.decided())
         context.outcome = replace(outcome, updates=())  # figures only: the updates are the sync's business
         for callback in self.callbacks.values():
             callback.on_step_end(context)
@@ -258,7 +258,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
         self.sync_report = None
         self._observes = log_probs.use(self.args, config)
         if log_probs.wanted(config) and not self._observes:
-            self._say_no_mismatch("engines do not give those of the policy at this temperature with this top-p")
+            self._no_mismatch("engines do not give those of the policy at this temperature with this top-p")
         self._sync = LograTrainerEngine.trainer_init(
             LograTrainerInitInfo(
                 rank=torch.distributed.get_rank(),
@@ -318,12 +318,13 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
                 tokens += int(item.action_mask.sum())
         total, tokens, without = sum_over_ranks([total, tokens, without], torch.device(torch.cuda.current_device()))
         if without:
-            self._observes = False
-            self._say_no_mismatch("responses came without them")
+            self._no_mismatch("responses came without them")
         elif tokens:
             self.strategy.kl_control.observe_mismatch(total / tokens)
 
-    def _say_no_mismatch(self, reason: str) -> None:
+    def _no_mismatch(self, reason: str) -> None:
+        self._observes = False
+        self.strategy.kl_control.observe_mismatch(None)
         self.strategy.print(f"[logra] no rollout log-probabilities ({reason}): no mismatch is taken off the KL budget")
 
     def _update_metrics(self) -> dict[str, float]:
@@ -468,21 +469,26 @@ class LograRolloutRayActor(_plain(vllm_engine.RolloutRayActor)):
 
 
 class LograExperienceMaker(experience_maker.RemoteExperienceMaker):
-    """With the paper's advantage: reward minus the running mean of all earlier rewards (`baseline`)."""
+    """With the paper's advantage: reward, penalties included, minus the running mean of earlier ones (`baseline`)."""
 
     baseline: RunningBaseline
 
     def compute_advantages_and_returns(self, experiences):
-        mean = self.baseline.take(torch.cat([experience.rewards for experience in experiences]))
-        for experience in experiences:
-            experience.rewards = experience.rewards.float() - mean
-        advantage = self.strategy.args.algo.advantage
+        penalise, advantage = experience_maker.apply_length_penalties, self.strategy.args.algo.advantage
         stock = advantage.estimator
+
+        def penalise_and_centre(experiences, args):
+            penalise(experiences, args)  # which also keeps the rewards as they are for the log
+            mean = self.baseline.take(torch.cat([experience.rewards for experience in experiences]))
+            for experience in experiences:
+                experience.rewards = experience.rewards - mean
+
+        experience_maker.apply_length_penalties = penalise_and_centre
         advantage.estimator = "running"  # no name of stock's: it shapes nothing further
         try:
             return super().compute_advantages_and_returns(experiences)
         finally:
-            advantage.estimator = stock
+            experience_maker.apply_length_penalties, advantage.estimator = penalise, stock
 
 
 class _Controller:

@@ -19,12 +19,12 @@ def wanted(config: LograConfig) -> bool:
 
 def mode(args: SimpleNamespace) -> str | None:
     """vLLM's mode that gives the policy at the rollout's temperature, the one that the trainer computes; None if none
-    does. Raw ones are at temperature 1; processed ones at the rollout's, but of what top-p has left."""
-    if args.rollout.temperature == 1:
-        return RAW
-    if args.rollout.top_p != 1 or args.algo.advantage.is_correction_level != "off":
-        return None  # the host's correction is the user's recipe: its mode stays as it is
-    return PROCESSED
+    does. Processed log-probabilities, which the host's own correction uses, are at the rollout's temperature, but of
+    what top-p has left; raw ones are at temperature 1."""
+    if args.rollout.top_p == 1:
+        return PROCESSED
+    corrects = args.algo.advantage.is_correction_level != "off"  # by the processed ones: the user's recipe
+    return RAW if args.rollout.temperature == 1 and not corrects else None
 
 
 def use(args: SimpleNamespace, config: LograConfig) -> bool:

@@ -70,7 +70,8 @@ def _check_combinations(args: SimpleNamespace) -> None:
         (not args.vllm.num_engines, "--vllm.num_engines must be at least 1: LoGRA synchronises vLLM engines"),
         (
             args.actor.adam.lr <= 0,
-            f"--actor.adam.lr {args.actor.adam.lr}: alpha is lr / peak lr; use a positive value",
+            f"--actor.adam.lr {args.actor.adam.lr}: OpenRLHF's schedule needs a positive one, and under "
+            "--logra.kl.disable alpha is lr / peak lr",
         ),
         (
             _packs(args) and not cpu.has_gpu(),
@@ -104,11 +105,6 @@ def _check_step_control(args: SimpleNamespace, config: LograConfig) -> None:
             "--logra.reward_baseline running: --algo.advantage.estimator "
             f"{args.algo.advantage.estimator} brings its own baseline; use reinforce",
         ),
-        (
-            running and args.reward.stop_properly_penalty_coef is not None,
-            "--logra.reward_baseline running: --reward.stop_properly_penalty_coef would scale rewards after the "
-            "baseline was taken off; drop one of them",
-        ),
     ]
     for holds, message in refused:
         if holds:
@@ -125,7 +121,17 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
     if not path:
         raise ConfigError("--actor.model_name_or_path is missing; give a model directory or a hub name")
     model = load_skeleton(path)
-    strategy_class(config.method)(config, model)
+    strategy = strategy_class(config.method)(config, model)
+    head = model.get_output_embeddings()
+    if (
+        controls_kl(config)
+        and head is not None
+        and any(model.get_parameter(n) is head.weight for n in strategy.trained)
+    ):
+        raise ConfigError(
+            "--logra.target_modules: predicted-KL control measures the policy at the output head's input, so that it "
+            "cannot be trained meanwhile; leave the head out, or add --logra.kl.disable"
+        )
     if controls_kl(config) and hasattr(model.config, "vision_config"):
         raise ConfigError(
             f"--actor.model_name_or_path {path}: predicted-KL control does not pass images through the model yet; add "

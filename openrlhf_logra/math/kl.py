@@ -14,6 +14,7 @@ import torch
 
 FEEDBACK_WEIGHT = 0.2
 FEEDBACK_LIMIT = 8.0
+_LARGEST_RATIO = 2 * math.log(FEEDBACK_LIMIT)
 
 
 def rate_variance(logits: torch.Tensor, rates: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -129,7 +130,9 @@ class KLController:
     def observe_realised(self, predicted: float, realised: float) -> None:
         """Realised KL of the last update beside its prediction; what is not positive is no observation."""
         if predicted > 0 and realised > 0 and math.isfinite(predicted) and math.isfinite(realised):
-            self.log_ratio += FEEDBACK_WEIGHT * (math.log(realised / predicted) - self.log_ratio)
+            ratio = math.log(realised) - math.log(predicted)
+            ratio = min(max(ratio, -_LARGEST_RATIO), _LARGEST_RATIO)  # one odd update must not rule the average
+            self.log_ratio += FEEDBACK_WEIGHT * (ratio - self.log_ratio)
 
     def state_dict(self) -> dict:
         """Numbers only."""

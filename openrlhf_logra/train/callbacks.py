@@ -1,22 +1,26 @@
 """What a run lets others see and decide: the callback protocol (spec section 9).
 
-Every trainer rank makes its own object of each class, calls the same methods in the same order, and keeps what
-`state_dict` returns on rank 0 in the checkpoint. The predicted-KL controller (kl_control.py) is one of them, called
+Every trainer rank makes its own object of each class and calls the same methods in the same order; what `state_dict`
+returns is in the checkpoint (rank 0's; under ZeRO 3 each rank's own). The driver makes each once too, to see that it
+can be made. The predicted-KL controller (kl_control.py) is one of them, called
 first.
 """
 
 import importlib
+import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..config import ConfigError, one_line
 from ..strategies.base import Proposal, StepOutcome
-from ..sync.trainer import SyncReport
-from .probe import ProbeBatch
+from .probe import Along, ProbeBatch
+
+if TYPE_CHECKING:
+    from ..sync.trainer import SyncReport
 
 
 @dataclass
@@ -45,14 +49,21 @@ class UpdateContext:
     model: nn.Module
     device: torch.device
     forward: Callable[[torch.Tensor], object]
-    along: Callable[[float | str], AbstractContextManager]
+    along: Along
     held: str | None = None
     outcome: StepOutcome | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
     def hold(self, reason: str) -> None:
-        """Do not take this step; the log says why. Every rank must say so."""
+        """Do not take this step; the log says why. Every rank must say so. (Where the host's own optimizer has taken
+        it, `--logra.method dense`, neither this nor alpha has an effect.)"""
         self.held = reason
+
+    def decided(self) -> float | None:
+        """The step's size, or None: held, or alpha is no size."""
+        if self.held is None and not 0 <= self.alpha < math.inf:
+            self.hold(f"a callback set alpha to {self.alpha}")
+        return None if self.held is not None else float(self.alpha)
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class SyncContext:
     """
 
     version: int
-    report: SyncReport | None
+    report: "SyncReport | None"
 
 
 class Callback:
@@ -96,8 +107,11 @@ def load_callbacks(paths: tuple[str, ...]) -> list[Callback]:
         paths: "package.module:Class" each.
 
     Raises:
-        ConfigError: one cannot be imported or made, or is no Callback.
+        ConfigError: one cannot be imported or made, is no Callback, or is named twice.
     """
+    twice = [path for path in paths if paths.count(path) > 1]
+    if twice:
+        raise ConfigError(f"--logra.callbacks {twice[0]}: is named twice")
     return [_load(path) for path in paths]
 
 

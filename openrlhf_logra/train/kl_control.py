@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import LograConfig
+from ..config import LograConfig, one_line
 from ..math.kl import KLController, KLSettings
 from ..strategies import strategy_class
 from .callbacks import Callback, UpdateContext
@@ -16,6 +16,8 @@ from .shards import is_partitioned
 
 PROBE_KL = 2.5e-3  # differences: more, and the third order shows (4 times this: 2 to 13%); less, and bf16 noise does
 _SEARCHES = 4
+_HEAD_TOLERANCE = 0.02  # of the largest logit; bf16 rounds by 0.004
+_AGREEMENT = 0.25
 
 
 def controls_kl(config: LograConfig) -> bool:
@@ -47,45 +49,49 @@ class KLControl(Callback):
 
     def __init__(self, settings: KLSettings, probe: str = "auto", log=print):
         self.controller = KLController(settings)
-        self._kind, self._log = probe, log
+        self._kind, self._automatic, self._log = probe, probe == "auto", log
         self._guess: float | None = None  # the last q that was found by differences
+        self._probe: Probe | None = None
         self._measured: _Measured | None = None
+        self._seconds = 0.0
 
     def on_update(self, context: UpdateContext) -> None:
         start = time.perf_counter()
         self._measured = self._measure(context)
         self._decide(context)
-        context.metrics["timing/logra_probe"] = time.perf_counter() - start
+        self._seconds = time.perf_counter() - start
 
     def on_step_end(self, context: UpdateContext) -> None:
-        measured, self._measured = self._measured, None
-        if measured is None or context.outcome.skipped:
-            return
         start = time.perf_counter()
-        predicted = context.outcome.alpha**2 * measured.q
-        probe = self._probe(context)
-        after = probe.hidden(measured.batch)
-        (total,) = sum_over_ranks([probe.divergence(measured.batch, measured.before, after)], context.device)
-        realised = total / measured.positions
-        self.controller.observe_realised(predicted, realised)
-        context.metrics.update({"logra/predicted_kl": predicted, "logra/realized_kl": realised})
-        context.metrics["timing/logra_probe"] += time.perf_counter() - start
+        measured, self._measured = self._measured, None
+        if measured is not None and not context.outcome.skipped:
+            predicted = context.outcome.alpha**2 * measured.q
+            after = self._probe.hidden(measured.batch)
+            (total,) = sum_over_ranks([self._probe.divergence(measured.batch, measured.before, after)], context.device)
+            realised = total / measured.positions
+            self.controller.observe_realised(predicted, realised)
+            context.metrics.update({"logra/predicted_kl": predicted, "logra/realized_kl": realised})
+        context.metrics["timing/logra_probe"] = self._seconds + time.perf_counter() - start
+        self._seconds = 0.0
 
-    def observe_mismatch(self, difference: float) -> None:
-        """Mean of rollout minus trainer log-probability over the tokens of the rollouts to come."""
-        self.controller.observe_mismatch(difference)
+    def observe_mismatch(self, difference: float | None) -> None:
+        """Mean of rollout minus trainer log-probability over the tokens of the rollouts to come; None: it cannot be
+        known any more."""
+        if difference is None:
+            self.controller.mismatch = None
+        else:
+            self.controller.observe_mismatch(difference)
 
     def state_dict(self) -> dict:
-        return {"controller": self.controller.state_dict(), "guess": self._guess}
+        return {"controller": self.controller.state_dict(), "guess": self._guess, "probe": self._kind}
 
     def load_state_dict(self, state: dict) -> None:
         self.controller.load_state_dict(state["controller"])
         self._guess = state["guess"]
+        if self._automatic:
+            self._kind = state["probe"]
 
     # ---- measuring --------------------------------------------------------------------------------------------------
-
-    def _probe(self, context: UpdateContext) -> Probe:
-        return Probe(context.model, context.forward, context.along)
 
     def _measure(self, context: UpdateContext) -> _Measured | None:
         """q, and where the policy stands before the step; None where no rank has a position."""
@@ -94,52 +100,84 @@ class KLControl(Callback):
         (positions,) = sum_over_ranks([batch.count], context.device)
         if not positions:
             return None
-        probe = self._probe(context)
-        before = probe.hidden(batch)
-        measured = _Measured(batch, positions, before, math.nan)
+        if self._probe is None:
+            self._probe = self._checked_probe(context)
+        measured = _Measured(batch, positions, self._probe.hidden(batch), math.nan)
+        settled = self._kind
         if self._kind in ("auto", "jvp"):
-            measured.q = self._by_tangent(probe, measured, context)
+            measured.q = self._by_tangent(measured, context)
         if self._kind == "fd":
-            measured.q = self._by_difference(probe, measured, context)
+            measured.q = self._by_difference(measured, context)
+        elif settled == "auto":
+            self._compare(measured, context)
         return measured
 
-    def _by_tangent(self, probe: Probe, measured: _Measured, context: UpdateContext) -> float:
+    def _checked_probe(self, context: UpdateContext) -> Probe:
+        if context.model.get_output_embeddings() is None:
+            raise RuntimeError(
+                "LoGRA: predicted-KL control finds no output head in this model; say --logra.kl.disable"
+            )
+        probe = Probe(context.model, context.forward)
+        (wrong,) = sum_over_ranks([float(not probe.learn_head(context.batch) < _HEAD_TOLERANCE)], context.device)
+        if wrong:
+            raise RuntimeError(
+                "LoGRA: this model's logits are not its output head's, scaled and capped: predicted-KL control would "
+                "measure another policy; say --logra.kl.disable"
+            )
+        return probe
+
+    def _by_tangent(self, measured: _Measured, context: UpdateContext) -> float:
+        variance, error = math.nan, None
         try:
-            variance = probe.variance_by_tangent(measured.batch)
-        except (NotImplementedError, RuntimeError) as error:
-            if self._kind == "jvp" or isinstance(error, torch.OutOfMemoryError):
-                raise
-            reason = str(error).splitlines()[0]
-            if any(map(is_partitioned, context.model.parameters())):
-                # The pass broke off with parameters gathered, and the other ranks may be in the middle of it.
-                raise RuntimeError(
-                    f"LoGRA: this model has no forward-mode AD ({reason}); under ZeRO 3 say --logra.kl.probe fd"
-                ) from error
-            self._log(f"[logra] predicted KL by central differences: the model has no forward-mode AD ({reason})")
-            self._kind = "fd"
+            variance = self._probe.variance_by_tangent(measured.batch, context.along)
+        except (NotImplementedError, RuntimeError) as raised:  # running out of memory included
+            if not self._automatic or any(map(is_partitioned, context.model.parameters())):
+                # Under ZeRO 3 the pass broke off with parameters gathered, and other ranks may be waiting in theirs.
+                hint = "say --logra.kl.probe fd"
+                raise RuntimeError(f"LoGRA: forward-mode AD failed ({one_line(raised)}); {hint}") from raised
+            error = raised
+        total, failed = sum_over_ranks([variance if error is None else 0.0, error is not None], context.device)
+        if failed:
+            reason = one_line(error) if error else "on another rank"
+            self._take_differences(f"forward-mode AD failed ({reason})")
             return math.nan
         if self._kind == "auto":
-            self._log("[logra] predicted KL by forward-mode AD, which this model has")
             self._kind = "jvp"
-        return self._q(variance, measured, context)
+        return self._q(total, measured)
 
-    def _by_difference(self, probe: Probe, measured: _Measured, context: UpdateContext) -> float:
+    def _compare(self, measured: _Measured, context: UpdateContext) -> None:
+        """The first time, by both: an operation without derivative in the model's path loses tangents silently."""
+        q = self._by_difference(measured, context)
+        if abs(q - measured.q) > _AGREEMENT * max(q, measured.q):
+            self._take_differences(f"forward-mode AD says q = {measured.q:.2e}, they say {q:.2e}")
+            measured.q = q
+        else:
+            self._log("[logra] predicted KL by forward-mode AD, which this model has")
+
+    def _take_differences(self, reason: str) -> None:
+        self._log(f"[logra] predicted KL by central differences: {reason}")
+        self._kind = "fd"
+
+    def _by_difference(self, measured: _Measured, context: UpdateContext) -> float:
         """Central differences at the step whose predicted KL is near `PROBE_KL`, found from the last update's q."""
         epsilon = math.sqrt(PROBE_KL / self._guess) if self._guess else 1.0
         for _ in range(_SEARCHES):
-            q = self._q(probe.variance_by_difference(measured.batch, measured.before, epsilon), measured, context)
-            if not (q > 0 and math.isfinite(q)):
+            variance = self._probe.variance_by_difference(measured.batch, measured.before, context.along, epsilon)
+            q = self._q(*sum_over_ranks([variance], context.device), measured)
+            if not math.isfinite(q) or q < 0:
                 return q
+            if q == 0:  # too short a step to change a bf16 bit?
+                epsilon *= 32
+                continue
             self._guess = q
             if 0.5 < epsilon**2 * q / PROBE_KL < 2:
                 break
             epsilon = math.sqrt(PROBE_KL / q)
         return q
 
-    def _q(self, variance: float, measured: _Measured, context: UpdateContext) -> float:
+    def _q(self, variance: float, measured: _Measured) -> float:
         """q = 1 / (2 |P| T^2) * sum of Var over all ranks' positions."""
-        (total,) = sum_over_ranks([variance], context.device)
-        return total / (2 * measured.positions * measured.batch.temperature**2)
+        return variance / (2 * measured.positions * measured.batch.temperature**2)
 
     # ---- deciding ---------------------------------------------------------------------------------------------------
 

@@ -5,9 +5,11 @@ low-rank side path of math/sketch.py; what is kept of a pass is the input of the
 for, and logits are formed from that a few positions at a time, in float32.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -20,6 +22,8 @@ from .shards import gathered
 
 POSITIONS_AT_ONCE = 128
 TOKENS_AT_ONCE = 4096
+
+Along = Callable[[float | str], AbstractContextManager]  # `Strategy.along` of one proposal
 
 
 @dataclass(frozen=True)
@@ -86,23 +90,26 @@ class Head:
     """The output head of a causal language model: logits from the head's inputs, in float32.
 
     Args:
-        model: Hugging Face model whose logits are a linear map of the head's input, capped or scaled as `config` says.
+        model: Hugging Face model whose logits are a linear map of the head's input, scaled and capped.
+
+    Attributes:
+        scale: what the model multiplies the map with (`Probe.learn_head`).
     """
 
     def __init__(self, model: nn.Module):
-        self._model = model
         self._module = model.get_output_embeddings()
-        config = model.config.get_text_config()
-        self._cap = getattr(config, "final_logit_softcapping", None)
+        self._cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        self.scale = 1.0
 
     @contextmanager
-    def captured(self) -> Iterator[list[torch.Tensor]]:
-        """For a while the head only collects its inputs."""
+    def captured(self, value: float | None = None) -> Iterator[list[torch.Tensor]]:
+        """For a while the head only collects its inputs. `value`: what it gives instead of logits."""
         inputs: list[torch.Tensor] = []
 
         def collect(hidden: torch.Tensor) -> torch.Tensor:
             inputs.append(hidden)
-            return hidden[..., :1]
+            one = hidden[..., :1]
+            return one if value is None else torch.full_like(one, value, dtype=torch.float32)
 
         before = self._module.__dict__.get("forward")
         self._module.forward = collect
@@ -131,11 +138,12 @@ class Head:
         z = torch.cat(parts, dim=-1)
         if bias is not None:
             z += bias.float()
+        z *= self.scale
         return z if self._cap is None else self._cap * torch.tanh(z / self._cap)
 
     def rates(self, logits: torch.Tensor, tangent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """float32 [n, V]: how `logits` change where the head's input changes along `tangent` [n, d]."""
-        z = torch.cat([tangent.float() @ rows.float().t() for rows in weight.split(16384)], dim=-1)
+        z = torch.cat([tangent.float() @ rows.float().t() for rows in weight.split(16384)], dim=-1).mul_(self.scale)
         return z if self._cap is None else z * (1 - (logits / self._cap).square())
 
 
@@ -145,42 +153,62 @@ class Probe:
 
     Args:
         model: Hugging Face model.
-        forward: runs tokens [B, L] (int64) through the wrapped model, each attending to those before it.
-        along: within `along(epsilon)` passes are at W + epsilon D, within `along("jvp")` they carry tangents along D.
+        forward: runs tokens [B, L] (int64) through the wrapped model, each attending to those before it; returns what
+            the model does.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Callable[[torch.Tensor], object],
-        along: Callable[[float | str], AbstractContextManager],
-    ):
-        self._model, self._head = model, Head(model)
-        self._forward, self._along = forward, along
+    def __init__(self, model: nn.Module, forward: Callable[[torch.Tensor], Any]):
+        self._model, self._head, self._forward = model, Head(model), forward
 
-    def hidden(self, batch: ProbeBatch, epsilon: float | None = None) -> list[torch.Tensor]:
-        """The head's inputs at the positions of each pass, [n, d], with the weights W (+ epsilon D)."""
-        direction = nullcontext() if epsilon is None else self._along(epsilon)
-        with torch.no_grad(), _looking(self._model), direction, self._head.captured() as inputs:
+    def learn_head(self, batch: ProbeBatch) -> float:
+        """Learn what the model does to its head's output, once.
+
+        Returns:
+            The largest difference of our logits from the model's own on the first tokens of this rank's batch, as a
+            share of the largest logit; infinity where the model does not call its head.
+        """
+        tokens = self._padded(batch.sequences[:1])[:, :64]
+        tiny = 2.0**-14
+        with torch.no_grad(), _looking(self._model):
+            with self._head.captured(tiny) as inputs:
+                scaled = self._forward(tokens).logits
+            own = self._forward(tokens).logits
+            with self._head.weights() as weights:
+                if not inputs or scaled.shape[-1] != 1:
+                    return math.inf
+                self._head.scale = float(scaled[0, 0, 0]) / tiny
+                difference = self._head.logits(inputs[0][0], *weights) - own[0].float()
+        return float(difference.abs().max() / own.float().abs().max().clamp(min=1e-9))
+
+    def hidden(self, batch: ProbeBatch, within: AbstractContextManager | None = None) -> list[torch.Tensor]:
+        """The head's inputs at the positions of each pass, [n, d]; `within`: a side path (`Strategy.along`)."""
+        with torch.no_grad(), _looking(self._model), within or nullcontext(), self._head.captured() as inputs:
             return [_at(batch, group, inputs.pop()) for group in self._run(batch)]
 
-    def variance_by_difference(self, batch: ProbeBatch, base: list[torch.Tensor], epsilon: float) -> float:
+    def variance_by_difference(
+        self, batch: ProbeBatch, base: list[torch.Tensor], along: Along, epsilon: float
+    ) -> float:
         """Sum over this rank's positions of Var[zdot], by central differences at +-epsilon.
 
         Args:
             base: `hidden(batch)`.
+            along: within `along(epsilon)` passes are at W + epsilon D.
         """
-        forward, backward = self.hidden(batch, epsilon), self.hidden(batch, -epsilon)
+        forward, backward = self.hidden(batch, along(epsilon)), self.hidden(batch, along(-epsilon))
         total = 0.0
         with torch.no_grad(), self._head.weights() as weights:
             for z, up, down in self._chunks(weights, base, forward, backward):
                 total += float(rate_variance(z, (up - down) / (2 * epsilon), batch.temperature).sum())
         return total
 
-    def variance_by_tangent(self, batch: ProbeBatch) -> float:
-        """The same by forward-mode AD: one pass for all targets, exact up to rounding."""
+    def variance_by_tangent(self, batch: ProbeBatch, along: Along) -> float:
+        """The same by forward-mode AD: one pass for all targets, exact up to rounding.
+
+        Args:
+            along: within `along("jvp")` passes carry tangents along D.
+        """
         total = 0.0
-        captured, direction, looking = self._head.captured(), self._along("jvp"), _looking(self._model)
+        captured, direction, looking = self._head.captured(), along("jvp"), _looking(self._model)
         with torch.no_grad(), fwAD.dual_level(), looking, _forward_ad(self._model), direction, captured as inputs:
             for group in self._run(batch):
                 parts = (_at(batch, group, part) for part in fwAD.unpack_dual(inputs.pop()))
@@ -202,11 +230,14 @@ class Probe:
     def _run(self, batch: ProbeBatch) -> Iterator[list[int]]:
         """Make each pass of a batch, and give the responses that were in it."""
         for group in [*batch.passes(), *[[]] * batch.idle]:
-            # A causal model: what stands behind a sequence does not reach it.
-            sequences = [batch.sequences[index] for index in group]
-            one = next(self._model.parameters()).new_zeros(1, dtype=torch.int64)
-            self._forward(nn.utils.rnn.pad_sequence(sequences or [one], batch_first=True))
+            self._forward(self._padded([batch.sequences[index] for index in group]))
             yield group
+
+    def _padded(self, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[B, L], or one token where there is none. The model is causal: what stands behind a sequence does not reach
+        it."""
+        one = torch.zeros(1, dtype=torch.int64, device=next(self._model.parameters()).device)
+        return nn.utils.rnn.pad_sequence(list(sequences) or [one], batch_first=True)
 
     def _chunks(self, weights, *passes: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         """Logits of several times the same passes, at a few positions at a time."""
@@ -223,24 +254,28 @@ def _at(batch: ProbeBatch, group: list[int], values: torch.Tensor) -> torch.Tens
 
 @contextmanager
 def _looking(model: nn.Module) -> Iterator[None]:
-    """For a while the model neither drops out nor checkpoints activations, and attends to one whole sequence: by the
-    same kernel in every probe, so that what two of them differ by is the weights."""
-    config, training = model.config.get_text_config(), model.training
+    """For a while the model neither drops out nor checkpoints activations, and attends to whole sequences: flash
+    attention, which has no derivative of a tangent and which the host may have taken over for a ring of ranks, makes
+    way for a kernel that computes the same."""
+    config, training = model.config.get_text_config(), [module for module in model.modules() if module.training]
     attention = config._attn_implementation
-    soft_capped = getattr(config, "attn_logit_softcapping", None) is not None  # which only the eager kernel does here
     model.eval()
-    config._attn_implementation = "eager" if attention == "eager" or soft_capped else "sdpa"
+    if "flash" in attention:
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+        config._attn_implementation = "eager" if capped or sinks else "sdpa"
     try:
         yield
     finally:
         config._attn_implementation = attention
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 @contextmanager
 def _forward_ad(model: nn.Module) -> Iterator[None]:
-    """For a while forward-mode AD goes through the model: attention by the kernel that has it, and DeepSpeed's ZeRO-3
-    functions, which have none, out of the way (no backward pass follows, for which they are there)."""
+    """For a while forward-mode AD goes through the model: sdpa attention by its kernel that has it, and DeepSpeed's
+    ZeRO-3 functions, which have none, out of the way (no backward pass follows, for which they are there)."""
     held = [
         (module, name, module.__dict__[name])
         for module in model.modules()

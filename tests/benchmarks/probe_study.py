@@ -1,10 +1,11 @@
 """How right the probes of predicted KL are, and what they cost, on this machine's CPU.
 
-    python tests/benchmarks/probe_study.py [--responses 32] [--tokens 128] [--repeats 5]
+    python tests/benchmarks/probe_study.py [--sizes 0.4M 7M 40M] [--responses 32] [--tokens 128] [--repeats 5]
 
 For each model size, dtype and estimator: relative error of predicted against exact KL at KL = 1e-4 (exact: the same
 model in float32, the step really added to its weights), seconds as a share of one update (forward, backward, sketch,
-step) on `--responses` responses, and peak memory beside the model's. Medians over repeats, extremes in brackets.
+step) on `--responses` responses, and peak memory beside the model's. Medians over repeats, extremes in brackets. Then
+the error of central differences by the KL of their step.
 Every case runs in a process of its own.
 """
 
@@ -13,7 +14,6 @@ import json
 import math
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,6 +27,7 @@ SIZES = {
     "40M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 32000},
 }
 KL = 1e-4
+STEPS = (1e-2, 5e-3, 2.5e-3, 1e-3, 3e-4)
 PROBED = 2  # responses: the default of --logra.kl.probe_responses
 
 
@@ -70,7 +71,7 @@ def probing(model, strategy, proposal, ids):
     half = ids.shape[1] // 2
     batch = ProbeBatch(tuple(ids[:PROBED]), (torch.arange(half, ids.shape[1] - 1),) * PROBED, 1.0)
     forward = partial(model, use_cache=False)
-    return Probe(model, lambda one: forward(input_ids=one), partial(strategy.along, proposal)), batch
+    return Probe(model, lambda one: forward(input_ids=one)), batch, partial(strategy.along, proposal)
 
 
 def run(size: str, dtype: str, kind: str, count: int, tokens: int, repeats: int) -> dict:
@@ -92,15 +93,15 @@ def run(size: str, dtype: str, kind: str, count: int, tokens: int, repeats: int)
             seconds.append(time.perf_counter() - begin)
         return {"seconds": seconds[1:]}
     proposal = train(model, strategy, ids[:8])
-    probe, batch = probing(model, strategy, proposal, ids)
+    probe, batch, along = probing(model, strategy, proposal, ids)
     before = probe.hidden(batch)
-    held = memory()
+    held = memory(reset=True)
 
     def q(epsilon: float) -> float:
         if kind == "jvp":
-            variance = probe.variance_by_tangent(batch)
+            variance = probe.variance_by_tangent(batch, along)
         else:
-            variance = probe.variance_by_difference(batch, before, epsilon)
+            variance = probe.variance_by_difference(batch, before, along, epsilon)
         return variance / (2 * batch.count)
 
     epsilon = math.sqrt(PROBE_KL / q(1.0))
@@ -113,7 +114,8 @@ def run(size: str, dtype: str, kind: str, count: int, tokens: int, repeats: int)
         found = q(epsilon)
         probe.divergence(batch, first, probe.hidden(batch))
         seconds.append(time.perf_counter() - begin)
-    return {"seconds": seconds, "peak": peak, "q": found}
+    by_step = [q(math.sqrt(kl / found)) for kl in STEPS] if kind == "fd" else []
+    return {"seconds": seconds, "peak": peak, "q": found, "by_step": by_step}
 
 
 def exact(size: str, count: int, tokens: int) -> float:
@@ -126,9 +128,9 @@ def exact(size: str, count: int, tokens: int) -> float:
     model, strategy = build(size, "float32")
     ids = responses(size, count, tokens)
     proposal = train(model, strategy, ids[:8])
-    probe, batch = probing(model, strategy, proposal, ids)
+    probe, batch, along = probing(model, strategy, proposal, ids)
     before = probe.hidden(batch)
-    alpha = math.sqrt(KL / (probe.variance_by_tangent(batch) / (2 * batch.count)))
+    alpha = math.sqrt(KL / (probe.variance_by_tangent(batch, along) / (2 * batch.count)))
     with torch.no_grad():
         for target, direction in zip(strategy.targets, proposal.directions):
             step = direction @ strategy._projection(target, direction.device)
@@ -136,9 +138,12 @@ def exact(size: str, count: int, tokens: int) -> float:
     return probe.divergence(batch, before, probe.hidden(batch)) / batch.count / alpha**2
 
 
-def memory() -> int:
-    """Largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory(reset: bool = False) -> int:
+    """Largest resident size of this process since the last reset, in bytes (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
 
 
 def child(*arguments) -> dict:
@@ -159,6 +164,7 @@ def main() -> None:
     parser.add_argument("--responses", type=int, default=32, help="responses of one update on one rank")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each, half of them generated")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
@@ -170,7 +176,8 @@ def main() -> None:
     print(f"probe of {PROBED} responses beside an update of {shape[0]} responses of {shape[1]} tokens\n")
     print("| model | dtype | estimator | error at KL 1e-4 | seconds | share of the update | peak memory |")
     print("|---|---|---|---|---|---|---|")
-    for size in SIZES:
+    by_step = []
+    for size in args.sizes:
         truth = child("exact", size, *shape)
         update = child("run", size, "bfloat16", "update", *shape, args.repeats)["seconds"]
         for dtype in ("float32", "bfloat16"):
@@ -182,6 +189,11 @@ def main() -> None:
                 peak = f"{found['peak'] / 1e6:.0f} MB"
                 print(f"| {size} | {dtype} | {kind} | {error} | {spread(found['seconds'])} | {share_text} | {peak} |")
                 sys.stdout.flush()
+                if kind == "fd":
+                    errors = [f"{(q / truth - 1) * 100:+.1f}%" for q in found["by_step"]]
+                    by_step.append(f"| {size} | {dtype} | {' | '.join(errors)} |")
+    print(f"\n| model | dtype | {' | '.join(f'step of KL {kl:g}' for kl in STEPS)} |\n|---|---|{'---|' * len(STEPS)}")
+    print("\n".join(by_step))
 
 
 if __name__ == "__main__":

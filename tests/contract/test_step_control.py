@@ -109,21 +109,25 @@ def test_callbacks_that_cannot_be_are_refused(path, says):
 class Told:
     """Stands for `Probe`; q and the realised KL are given."""
 
-    def __init__(self, tangent, differences=(), realised=1e-4):
+    def __init__(self, tangent, differences=(), realised=1e-4, wrong=0.004):
         self.tangent, self.differences, self.realised, self.epsilons = tangent, list(differences), realised, []
+        self.wrong = wrong
 
     def __call__(self, *_):
         return self
 
+    def learn_head(self, batch):
+        return self.wrong
+
     def hidden(self, batch):
         return [torch.zeros(len(positions), 1) for positions in batch.positions]
 
-    def variance_by_tangent(self, batch):
+    def variance_by_tangent(self, batch, along):
         if isinstance(self.tangent, Exception):
             raise self.tangent
         return self.tangent * 2 * batch.count
 
-    def variance_by_difference(self, batch, base, epsilon):
+    def variance_by_difference(self, batch, base, along, epsilon):
         self.epsilons.append(epsilon)
         return self.differences.pop(0) * 2 * batch.count
 
@@ -131,17 +135,24 @@ class Told:
         return self.realised * batch.count
 
 
+def headed():
+    model = torch.nn.Linear(1, 1)
+    model.get_output_embeddings = lambda: model
+    return model
+
+
 def one_update(control, monkeypatch, told, model=None):
     import openrlhf_logra.train.kl_control as module
 
     monkeypatch.setattr(module, "Probe", told)
+    control._probe = control._probe and told
     batch = ProbeBatch((torch.arange(5),), (torch.tensor([2, 3]),), 1.0)
     context = UpdateContext(
         version=0,
         proposal=Proposal(True),
         alpha=0.5,
         batch=batch,
-        model=model or torch.nn.Linear(1, 1),
+        model=model or headed(),
         device=torch.device("cpu"),
         forward=None,
         along=None,
@@ -163,7 +174,7 @@ def control(**settings):
 
 def test_the_step_has_the_budget(monkeypatch):
     made = control(kl_budget=1e-3)
-    context = one_update(made, monkeypatch, Told(1e-3 / 4, realised=2e-3))
+    context = one_update(made, monkeypatch, Told(1e-3 / 4, [1e-3 / 4] * 4, realised=2e-3))
     assert context.alpha == pytest.approx(2.0)
     assert context.metrics["logra/predicted_kl"] == pytest.approx(1e-3)
     assert context.metrics["logra/realized_kl"] == pytest.approx(2e-3)
@@ -184,17 +195,59 @@ def test_auto_says_why_it_takes_differences(monkeypatch, error):
 
 
 def test_a_model_in_partitions_stops_with_the_way_out(monkeypatch):
-    model = torch.nn.Linear(1, 1)
+    model = headed()
     model.weight.ds_tensor = None
     with pytest.raises(RuntimeError, match="--logra.kl.probe fd"):
         one_update(control(), monkeypatch, Told(NotImplementedError("no jvp")), model)
 
 
-def test_jvp_and_a_full_memory_are_not_papered_over(monkeypatch):
-    with pytest.raises(NotImplementedError):
+def test_jvp_that_was_asked_for_is_not_replaced(monkeypatch):
+    with pytest.raises(RuntimeError, match="no jvp.*--logra.kl.probe fd"):
         one_update(control(kl_probe="jvp"), monkeypatch, Told(NotImplementedError("no jvp")))
-    with pytest.raises(torch.OutOfMemoryError):
-        one_update(control(), monkeypatch, Told(torch.OutOfMemoryError("full")))
+
+
+def test_auto_gives_up_a_jvp_that_no_longer_fits(monkeypatch):
+    made = control()
+    one_update(made, monkeypatch, Told(1e-3, [1e-3, 1e-3]))
+    context = one_update(made, monkeypatch, Told(torch.OutOfMemoryError("full"), [1e-3]))
+    assert not context.held and "failed (full)" in made.said[-1]
+
+
+def test_auto_compares_once_and_mistrusts_lost_tangents(monkeypatch):
+    made = control()
+    context = one_update(made, monkeypatch, Told(1e-3 / 2, [1e-3, 1e-3], realised=1e-3))
+    assert context.metrics["logra/predicted_kl"] == pytest.approx(context.alpha**2 * 1e-3)
+    assert "q = 5.00e-04" in made.said[0] and "1.00e-03" in made.said[0]
+    one_update(made, monkeypatch, Told(AssertionError("is not tried again"), [1e-3]))
+    again = control()
+    again.load_state_dict(made.state_dict())
+    one_update(again, monkeypatch, Told(AssertionError("nor after a resume"), [1e-3]))
+
+
+def test_a_head_that_is_not_understood_stops(monkeypatch):
+    for wrong in (0.1, math.inf, math.nan):
+        with pytest.raises(RuntimeError, match="--logra.kl.disable"):
+            one_update(control(), monkeypatch, Told(1e-3, wrong=wrong))
+    model = headed()
+    model.get_output_embeddings = lambda: None
+    with pytest.raises(RuntimeError, match="no output head.*--logra.kl.disable"):
+        one_update(control(), monkeypatch, Told(1e-3), model)
+
+
+@pytest.mark.parametrize("alpha", [math.nan, -1.0, math.inf])
+def test_an_alpha_that_is_no_size_holds_the_step(alpha):
+    given = {"proposal": Proposal(True), "batch": None, "model": None, "device": None, "forward": None, "along": None}
+    context = UpdateContext(version=0, alpha=alpha, **given)
+    assert context.decided() is None and str(alpha) in context.held
+    context = UpdateContext(version=0, alpha=1.0, **given)
+    context.hold("")
+    assert context.decided() is None
+
+
+def test_a_step_too_short_for_bf16_is_made_longer(monkeypatch):
+    told = Told(None, [0.0, 1e-9, 1e-9])
+    context = one_update(control(kl_probe="fd"), monkeypatch, told)
+    assert told.epsilons[:2] == [1.0, 32.0] and context.alpha == 3.0
 
 
 def test_differences_find_their_step_and_keep_it(monkeypatch):
@@ -212,6 +265,11 @@ def test_differences_find_their_step_and_keep_it(monkeypatch):
     assert third.epsilons == [pytest.approx(math.sqrt(2.5e-3 / 1.1e-3))]
 
 
+def test_a_callback_named_twice_is_refused():
+    with pytest.raises(ConfigError, match="named twice"):
+        load_callbacks((f"{__name__}:Good", f"{__name__}:Good"))
+
+
 @pytest.mark.parametrize("q", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("probe", ["jvp", "fd"])
 def test_a_q_that_is_no_number_holds_the_step(monkeypatch, q, probe):
@@ -221,7 +279,7 @@ def test_a_q_that_is_no_number_holds_the_step(monkeypatch, q, probe):
 
 def test_a_flat_direction_has_alpha_1(monkeypatch):
     for probe in ("jvp", "fd"):
-        context = one_update(control(kl_probe=probe), monkeypatch, Told(0.0, [0.0]))
+        context = one_update(control(kl_probe=probe), monkeypatch, Told(0.0, [0.0] * 4))
         assert context.alpha == 1.0 and not context.held
 
 
@@ -238,11 +296,12 @@ def arguments(temperature=1.0, top_p=1.0, correction="off"):
 @pytest.mark.parametrize(
     "given, mode",
     [
-        ({}, log_probs.RAW),
-        ({"top_p": 0.9, "correction": "token"}, log_probs.RAW),
+        ({}, log_probs.PROCESSED),
         ({"temperature": 0.7}, log_probs.PROCESSED),
+        ({"temperature": 0.7, "correction": "seq"}, log_probs.PROCESSED),  # as the host has it then
+        ({"top_p": 0.9}, log_probs.RAW),
+        ({"top_p": 0.9, "correction": "token"}, None),
         ({"temperature": 0.7, "top_p": 0.9}, None),
-        ({"temperature": 0.7, "correction": "seq"}, None),
     ],
 )
 def test_log_probs_are_the_policys_at_the_rollouts_temperature(given, mode):
@@ -310,7 +369,7 @@ def test_the_mismatch_is_a_mean_over_tokens_of_completed_responses():
 def test_without_log_probs_it_is_off_and_said_once():
     made, observed, said = trainer_with([item([1.0], [1]), item([1.0], [1], log_probs_came=False)])
     made._observe_mismatch()
-    assert observed == [] and len(said) == 1 and "no rollout log-probabilities" in said[0]
+    assert observed == [None] and len(said) == 1 and "no rollout log-probabilities" in said[0]
 
 
 # ---- the controllers ------------------------------------------------------------------------------------------------
@@ -371,7 +430,7 @@ def experiences(rewards):
             rewards=torch.tensor([reward]),
             kl=torch.zeros(1, 3),
             action_mask=torch.tensor([[1, 1, 0]]),
-            info={},
+            info={"reward": torch.tensor([reward])},
         )
         for i, reward in enumerate(rewards)
     ]
@@ -422,6 +481,35 @@ def test_the_running_baseline_is_all_that_is_subtracted(tiny_model):
     assert again.experience_maker.baseline.state_dict() == maker.baseline.state_dict() == {"count": 5, "mean": 1.2}
     controller(tiny_model).restore_best_checkpoint_state(states)  # the flag was dropped: nothing to restore
     assert controller(tiny_model)._with_baseline(None) is None
+
+
+def test_penalties_are_in_the_baseline_and_the_log_keeps_rewards(tiny_model):
+    made = controller(tiny_model, "running")
+    made.args.reward.stop_properly_penalty_coef = 0.5
+    given = experiences((2.0, 4.0))
+    for one, cut in zip(given, (True, False)):
+        one.truncated = torch.tensor([cut])
+    found = made.experience_maker.compute_advantages_and_returns(given)
+    assert [float(one.advantages[0, 0]) for one in found] == [-1.5, 1.5]  # 1 and 4
+    assert [float(one.info["reward"]) for one in found] == [1.0, 4.0]
+
+
+def test_the_baseline_goes_into_every_checkpoint(tiny_model):
+    made = controller(tiny_model, "running")
+    made.args.ckpt.save_steps, made.args.logger.logging_steps = 1, 1
+    kept = []
+
+    def save(method_name, client_states, **_):
+        kept.append(client_states)
+        return []
+
+    made.actor_model_group = SimpleNamespace(async_run_method=save)
+    made.experience_maker.compute_advantages_and_returns(experiences((0.0, 1.0)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray.get", lambda references: references)
+        made.save_logs_and_checkpoints(1, {}, {"global_step": 1})
+        made.save_best_checkpoint({"eval_x_pass1": 0.5}, 1, {"global_step": 1})
+    assert [one["logra_reward_baseline"] for one in kept] == [{"count": 2, "mean": 0.5}] * 2
 
 
 def test_a_reward_that_is_not_finite_does_not_poison_the_mean():

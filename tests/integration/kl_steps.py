@@ -34,7 +34,7 @@ class Record(Callback):
 
     def on_step_end(self, context):
         one = {name.removeprefix("logra/"): value for name, value in context.metrics.items()}
-        self.updates.append({**one, "alpha": context.outcome.alpha, "held": context.held})
+        self.updates.append({**one, "alpha": context.outcome.alpha, "own": context.alpha, "held": context.held})
 
 
 class FixedAlpha(Callback):
@@ -54,7 +54,7 @@ class Measure(Callback):
         self.found = []
 
     def on_update(self, context):
-        probe, batch = Probe(context.model, context.forward, context.along), context.batch
+        probe, batch = Probe(context.model, context.forward), context.batch
         (positions,) = sum_over_ranks([batch.count], context.device)
 
         def mean(value):
@@ -64,13 +64,18 @@ class Measure(Callback):
             return mean(variance) / (2 * batch.temperature**2)
 
         before = probe.hidden(batch)
-        by_tangent = q(probe.variance_by_tangent(batch))
+        by_tangent = q(probe.variance_by_tangent(batch, context.along))
         epsilon = math.sqrt(PROBE_KL / by_tangent)
-        one = {"jvp": by_tangent, "fd": q(probe.variance_by_difference(batch, before, epsilon)), "realised": {}}
+        one = {
+            "jvp": by_tangent,
+            "fd": q(probe.variance_by_difference(batch, before, context.along, epsilon)),
+            "realised": {},
+        }
         for kl in (1e-3, 1e-4):
             alpha = math.sqrt(kl / by_tangent)
             one["realised"][kl] = [
-                mean(probe.divergence(batch, before, probe.hidden(batch, a))) for a in (alpha, alpha / 2)
+                mean(probe.divergence(batch, before, probe.hidden(batch, context.along(a))))
+                for a in (alpha, alpha / 2)
             ]
         self.found.append(one)
         context.hold("measured only")

@@ -24,7 +24,11 @@ STAGES = {
     for zero in range(4)
 }
 STAGES["qwen2-zero3-nothing-persistent"] = {"model": "qwen2", "zero": 3, "persistence_threshold": 0}
-MEASURED = {f"measure-{name}": {**one, "float32": True, "measure": True} for name, one in STAGES.items()}
+# On all responses: what alpha^2 q leaves out differs in sign from token to token, and on few it is no mean.
+MEASURED = {
+    f"measure-{name}": {**one, "float32": True, "measure": True, "flags": [*FLAGS, "--logra.kl.probe_responses", "8"]}
+    for name, one in STAGES.items()
+}
 RESUMED = {
     f"resume-zero{zero}": {
         "zero": zero,
@@ -111,8 +115,9 @@ def test_the_step_taken_costs_what_was_predicted_in_bf16(results, world, name):
 
 def test_all_ranks_decide_alike_and_no_random_state_moves(results, world):
     for name in STAGES | RESUMED | ODD:
-        alphas = {tuple(update["alpha"] for update in rank[name]["updates"]) for rank in results[world]}
-        assert len(alphas) == 1 or "nan" in name, name
+        keys = ("alpha", "own", "held", "predicted_kl", "realized_kl", "kl_budget")  # own: before rank 0's was shared
+        decided = [[[update.get(key) for key in keys] for update in rank[name]["updates"]] for rank in results[world]]
+        assert all(one == decided[0] for one in decided), name
         assert not any(rank[name]["rng_moved"] for rank in results[world]), name
 
 

@@ -107,13 +107,6 @@ REFUSED = {
         ["--logra.reward_baseline", "running"],
         r"estimator group_norm.*use reinforce",
     ),
-    "running baseline and a penalty that multiplies": (
-        [
-            *("--logra.reward_baseline", "running", "--algo.advantage.estimator", "reinforce"),
-            *("--reward.stop_properly_penalty_coef", "0.5"),
-        ],
-        r"stop_properly_penalty_coef.*drop one",
-    ),
     "no such callback": (
         ["--logra.callbacks", "nowhere:Nothing"],
         r"--logra\.callbacks nowhere:Nothing: cannot be made",

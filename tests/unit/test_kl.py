@@ -4,6 +4,7 @@ import math
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class Policy:
             coefficients = torch.randn(rows, 8, generator=torch.Generator().manual_seed(index)) * 1e-3
             module.forward = self.linear(module, projection, coefficients)
             module.step = -(coefficients @ projection)
-        self.probe = Probe(self.model, lambda ids: self.model(input_ids=ids, use_cache=False), self.along)
+        self.probe = Probe(self.model, lambda ids: self.model(input_ids=ids, use_cache=False))
         generator = torch.Generator().manual_seed(1)
         sequences = tuple(torch.randint(3, 99, (length,), generator=generator) for length in (30, 41))
         self.batch = ProbeBatch(sequences, (torch.arange(8, 29), torch.arange(3, 40)), TEMPERATURE)
@@ -75,10 +76,12 @@ class Policy:
         return forward
 
     def by_tangent(self) -> float:
-        return self.q(self.probe.variance_by_tangent(self.batch))
+        return self.q(self.probe.variance_by_tangent(self.batch, self.along))
 
     def by_difference(self, epsilon: float) -> float:
-        return self.q(self.probe.variance_by_difference(self.batch, self.probe.hidden(self.batch), epsilon))
+        return self.q(
+            self.probe.variance_by_difference(self.batch, self.probe.hidden(self.batch), self.along, epsilon)
+        )
 
     def q(self, variance: float) -> float:
         return variance / (2 * self.batch.count * TEMPERATURE**2)
@@ -159,12 +162,15 @@ def test_the_strategys_own_step(kl):
     ids = torch.stack(sequences)
     model(input_ids=ids, labels=ids).loss.backward()
     proposal = strategy.propose(max_norm=1.0)
-    probe = Probe(model, lambda ids: model(input_ids=ids, use_cache=False), partial(strategy.along, proposal))
+    probe, along = Probe(model, lambda ids: model(input_ids=ids, use_cache=False)), partial(strategy.along, proposal)
     weights = {name: parameter.clone() for name, parameter in strategy.parameters().items()}
     before = probe.hidden(batch)
-    q = probe.variance_by_tangent(batch) / (2 * batch.count)
+    q = probe.variance_by_tangent(batch, along) / (2 * batch.count)
     alpha = math.sqrt(kl / q)
-    assert abs(probe.variance_by_difference(batch, before, math.sqrt(PROBE_KL / q)) / (2 * batch.count) / q - 1) < 0.15
+    assert (
+        abs(probe.variance_by_difference(batch, before, along, math.sqrt(PROBE_KL / q)) / (2 * batch.count) / q - 1)
+        < 0.15
+    )
     assert all(torch.equal(parameter, weights[name]) for name, parameter in strategy.parameters().items())
     outcome = strategy.commit(proposal, alpha)
     realised = probe.divergence(batch, before, probe.hidden(batch)) / batch.count
@@ -281,3 +287,59 @@ def test_responses_in_one_pass_are_the_responses_one_by_one(family, monkeypatch)
     policy.batch = replace(policy.batch, idle=2)
     apart = policy.by_tangent(), policy.by_difference(10.0), policy.realised(10.0)
     assert together == pytest.approx(apart, rel=1e-4)
+
+
+SCALED = {
+    "Cohere": {"logit_scale": 0.0625, "tie_word_embeddings": True},
+    "Granite": {"logits_scaling": 8.0},
+    "Llama": {},
+    "Gemma2": {"head_dim": 32, "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 32},
+    "Phi": {},  # a head with a bias
+}
+
+
+@pytest.mark.parametrize("family", SCALED)
+def test_logits_are_the_models_own(family):
+    """Scaled, capped, with a bias: the step has the KL that the model's own logits say."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**COMMON, "pad_token_id": 0, **SCALED[family]})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    probe = Probe(model, lambda ids: model(input_ids=ids, use_cache=False))
+    ids = torch.randint(3, 99, (20,), generator=torch.Generator().manual_seed(1))
+    batch = ProbeBatch((ids,), (torch.arange(5, 19),), TEMPERATURE)
+    assert probe.learn_head(batch) < 1e-4
+    before, own = probe.hidden(batch), model(input_ids=ids[None]).logits[0, 5:19]
+    weight = model.model.layers[0].mlp.fc1.weight if family == "Phi" else model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(2))
+    realised = probe.divergence(batch, before, probe.hidden(batch))
+    expected = kl_divergence(own, model(input_ids=ids[None]).logits[0, 5:19], TEMPERATURE).sum().item()
+    assert realised == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_head_that_computes_something_else_is_noticed():
+    policy = Policy("Llama", torch.float32)
+    head = policy.model.lm_head
+    assert policy.probe.learn_head(policy.batch) < 1e-4
+    head.forward = lambda x: nn.functional.linear(x, nn.functional.normalize(head.weight))
+    assert policy.probe.learn_head(policy.batch) > 0.02
+    del head.forward
+    policy.probe._forward = lambda ids: SimpleNamespace(logits=torch.zeros(1, ids.shape[1], 99))
+    assert policy.probe.learn_head(policy.batch) == math.inf
+
+
+def test_modules_keep_their_own_mode():
+    policy = Policy("Qwen2", torch.float32)
+    policy.model.train()
+    policy.model.model.layers[0].eval()
+    modes = [module.training for module in policy.model.modules()]
+    policy.by_tangent()
+    assert [module.training for module in policy.model.modules()] == modes
+
+
+def test_one_odd_update_does_not_rule_the_feedback():
+    controller = KLController(KLSettings(feedback=True))
+    controller.observe_realised(1e-310, 1e300)
+    assert math.isfinite(controller.log_ratio) and controller.budget(0) > 2e-4 / 8
