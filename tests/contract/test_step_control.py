@@ -19,7 +19,7 @@ from openrlhf_logra.host import actors, log_probs  # noqa: E402
 from openrlhf_logra.math.baseline import RunningBaseline  # noqa: E402
 from openrlhf_logra.strategies.base import Proposal, StepOutcome  # noqa: E402
 from openrlhf_logra.train.callbacks import Callback, UpdateContext, load_callbacks  # noqa: E402
-from openrlhf_logra.train.kl_control import KLControl  # noqa: E402
+from openrlhf_logra.train.kl_control import PROBE_KL, KLControl  # noqa: E402
 from openrlhf_logra.train.probe import ProbeBatch, first_responses  # noqa: E402
 
 # ---- the responses that are probed ----------------------------------------------------------------------------------
@@ -254,15 +254,19 @@ def test_differences_find_their_step_and_keep_it(monkeypatch):
     made = control(kl_probe="fd")
     first = Told(None, [1e-6, 1e-3, 1e-3])
     one_update(made, monkeypatch, first)
-    assert first.epsilons == [1.0, pytest.approx(math.sqrt(2.5e-3 / 1e-6)), pytest.approx(math.sqrt(2.5))]
+    assert first.epsilons == [
+        1.0,
+        pytest.approx(math.sqrt(PROBE_KL / 1e-6)),
+        pytest.approx(math.sqrt(PROBE_KL / 1e-3)),
+    ]
     second = Told(None, [1.1e-3])
     one_update(made, monkeypatch, second)
-    assert second.epsilons == [pytest.approx(math.sqrt(2.5))]
+    assert second.epsilons == [pytest.approx(math.sqrt(PROBE_KL / 1e-3))]
     again = control(kl_probe="fd")
     again.load_state_dict(made.state_dict())
     third = Told(None, [1.1e-3])
     one_update(again, monkeypatch, third)
-    assert third.epsilons == [pytest.approx(math.sqrt(2.5e-3 / 1.1e-3))]
+    assert third.epsilons == [pytest.approx(math.sqrt(PROBE_KL / 1.1e-3))]
 
 
 def test_a_callback_named_twice_is_refused():

@@ -74,6 +74,10 @@ def synthetic(steps: int, seed: int = 0) -> dict[str, dict[int, float]]:
         "train/actor_grad_norm": {s: 0.8 + 0.2 * noise.random() for s in each},
         "train/logra/alpha": cosine,
         "train/logra/update_ratio": {s: 6e-5 * alpha for s, alpha in cosine.items()},
+        "train/logra/kl_budget": {s: 2e-4 * alpha + 1e-5 for s, alpha in cosine.items()},
+        "train/logra/predicted_kl": {s: 2e-4 * alpha + 1e-5 for s, alpha in cosine.items()},
+        "train/logra/realized_kl": {s: 2.1e-4 * alpha + 1e-5 for s, alpha in cosine.items()},
+        "train/logra/mismatch": {s: 1e-5 for s in each},
         "train/logra/sync_bytes": {s: 60000 + noise.randint(-500, 500) for s in each},
         "train/logra/sync_dense_bytes": dict.fromkeys(each, 1600000.0),
         "train/logra/digest_ok": {s: 1 for s in each if s % 10 == 0},
@@ -169,7 +173,7 @@ def test_writes_picture_and_page(reported: tuple[Path, str]):
     assert f"wrote {run / 'report.png'}\nwrote {run / 'report.html'}\n" in printed
     assert max(map(len, printed.split("wrote")[0].splitlines())) <= 80
 
-    assert picture_size(run / "report.png") == expected_size(rows=2)
+    assert picture_size(run / "report.png") == expected_size(rows=3)
     assert sorted(path.name for path in run.iterdir()) == ["report.html", "report.png", "summary.json", "tensorboard"]
 
 
