@@ -77,7 +77,7 @@ def synthetic(steps: int, seed: int = 0) -> dict[str, dict[int, float]]:
         "train/logra/kl_budget": {s: 2e-4 * alpha + 1e-5 for s, alpha in cosine.items()},
         "train/logra/predicted_kl": {s: 2e-4 * alpha + 1e-5 for s, alpha in cosine.items()},
         "train/logra/realized_kl": {s: 2.1e-4 * alpha + 1e-5 for s, alpha in cosine.items()},
-        "train/logra/mismatch": {s: 1e-5 for s in each},
+        "train/logra/mismatch": dict.fromkeys(each, 1e-05),
         "train/logra/sync_bytes": {s: 60000 + noise.randint(-500, 500) for s in each},
         "train/logra/sync_dense_bytes": dict.fromkeys(each, 1600000.0),
         "train/logra/digest_ok": {s: 1 for s in each if s % 10 == 0},
