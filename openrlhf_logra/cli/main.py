@@ -1,8 +1,7 @@
 """The entry of `openrlhf-logra`: subcommands, each imported only when called.
 
 Every subcommand is a module with `add_arguments(parser)` and `run(args) -> exit code`; the first line of its docstring
-is the help text shown here. Exit codes: 0 all right, 1 a finding, 2 bad input, 130
-interrupted.
+is the help text shown here. Exit codes: 0 all right, 1 a finding, 2 bad input, 130 Ctrl-C.
 """
 
 import argparse

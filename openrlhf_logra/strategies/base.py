@@ -17,7 +17,8 @@ class StepOutcome:
 
     Attributes:
         updates: one per target, in order, where engines can repeat the update; else empty.
-        skipped: whether a sketch, a weight or the step was not finite (or too large to square): nothing was applied.
+        skipped: whether nothing was applied: a sketch, a weight or the step was not finite (or too large to square),
+            or the step was held.
         version: number of updates applied so far, this one included.
         grad_norm: unbiased estimate of the global gradient norm, before clipping; None leaves DeepSpeed's own.
         sketch_norm: the sketches' share of it.

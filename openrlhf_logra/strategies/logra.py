@@ -74,8 +74,6 @@ class LograStrategy(Strategy):
 
     @contextmanager
     def along(self, proposal: Proposal, how: float | str) -> Iterator[None]:
-        """For a while the model computes as if the proposed step had been taken at alpha = `how` (no weight changes),
-        or, with "jvp", carries the derivative along it as tangents. Forward passes without gradient only."""
         self._probed = proposal, how
         try:
             yield

@@ -2,8 +2,7 @@
 
 Every trainer rank makes its own object of each class and calls the same methods in the same order; what `state_dict`
 returns is in the checkpoint (rank 0's; under ZeRO 3 each rank's own). The driver makes each once too, to see that it
-can be made. The predicted-KL controller (kl_control.py) is one of them, called
-first.
+can be made. The predicted-KL controller (kl_control.py) is one of them, called first.
 """
 
 import importlib

@@ -134,8 +134,7 @@ class Head:
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """float32 [n, V] of hidden [n, d]."""
-        parts = [hidden.float() @ rows.float().t() for rows in weight.split(16384)]
-        z = torch.cat(parts, dim=-1)
+        z = _in_float32(hidden, weight)
         if bias is not None:
             z += bias.float()
         z *= self.scale
@@ -143,8 +142,13 @@ class Head:
 
     def rates(self, logits: torch.Tensor, tangent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """float32 [n, V]: how `logits` change where the head's input changes along `tangent` [n, d]."""
-        z = torch.cat([tangent.float() @ rows.float().t() for rows in weight.split(16384)], dim=-1).mul_(self.scale)
+        z = _in_float32(tangent, weight).mul_(self.scale)
         return z if self._cap is None else z * (1 - (logits / self._cap).square())
+
+
+def _in_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T [n, V] in float32, without a float32 copy of all of W."""
+    return torch.cat([x.float() @ rows.float().t() for rows in weight.split(16384)], dim=-1)
 
 
 class Probe:

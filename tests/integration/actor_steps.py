@@ -203,7 +203,8 @@ def resume(config, strategy, actor, optimizer, scheduler, folder: Path) -> tuple
     return uninterrupted, whole_weights(actor.model)
 
 
-def main() -> None:
+def main(run) -> None:
+    """`run(config, folder)` for every configuration of the file that the command line names; also kl_steps.py's."""
     configs, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
     deepspeed.init_distributed()
@@ -218,4 +219,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

@@ -5,19 +5,16 @@
 Each rank writes RESULTS_DIR/rank<R>.pt: a list with one result per configuration. Used by test_kl_control.py.
 """
 
-import json
 import math
-import sys
 from pathlib import Path
 
 from openrlhf_logra.host import cpu
 
 cpu.install()
 
-import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from actor_steps import build, samples, whole_weights  # noqa: E402
+from actor_steps import build, main, samples, whole_weights  # noqa: E402
 
 from openrlhf_logra.host import actors  # noqa: E402
 from openrlhf_logra.train.callbacks import Callback  # noqa: E402
@@ -170,19 +167,5 @@ def run(config: dict, folder: Path) -> dict:
     return result
 
 
-def main() -> None:
-    configs, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    deepspeed.init_distributed()
-    out = []
-    for index, config in enumerate(configs):
-        folder = results / str(index)
-        folder.mkdir(parents=True, exist_ok=True)
-        out.append(run(config, folder))
-        dist.barrier()
-    torch.save(out, results / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-
-
 if __name__ == "__main__":
-    main()
+    main(run)
