@@ -128,7 +128,8 @@ def check_step_control(path: Path, resumed: int) -> None:
         scheduled = KLSettings().scheduled(line["version"] - 1)
         assert scheduled / 2 <= line["logra/kl_budget"] <= scheduled
         assert line["logra/predicted_kl"] == pytest.approx(line["logra/kl_budget"]) or line["alpha"] == 3.0
-        assert line["logra/realized_kl"] > 0 and line["logra/mismatch"] > 0
+        # (Two bf16 computations of one policy differ to either side, and only an excess of the rollout's counts.)
+        assert line["logra/realized_kl"] > 0 and line["logra/mismatch"] >= 0
 
 
 def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tmp_path):
