@@ -1,6 +1,6 @@
 """The driver's side of the plugin: check the parsed arguments, then put our subclasses where the stock module looks.
 
-The classes replaced here are the whole list of what LoGRA changes in OpenRLHF; each is a subclass in host/actors.py.
+The classes replaced here are the whole list of what LoGRA changes in OpenRLHF; subclasses all (host/stock.py).
 """
 
 import argparse
@@ -13,7 +13,6 @@ from .. import __version__
 from ..config import ConfigError, LograConfig, from_flat
 from . import cpu, log_probs, refusals
 
-_ENGINE_RESTARTS = 3
 SETUP_HOOK = "openrlhf_logra.host.ray_worker.setup"
 
 
@@ -53,23 +52,13 @@ def _replace_classes(main: ModuleType) -> None:
     import openrlhf.trainer.ray.vllm_engine as vllm_engine
     import ray
 
-    from . import actors
+    from . import controller, deepspeed_strategy, rollout_actor, trainer_actor
 
-    main.get_strategy = actors.get_strategy
-    main.PolicyModelActor = ray.remote(num_gpus=1)(actors.LograPolicyModelActor)
-    vllm_engine.RolloutRayActor = rollout_actor()
-    ppo_trainer.PPOTrainer = ray.remote(actors.LograPPOTrainer)
-    ppo_trainer_async.PPOTrainerAsync = ray.remote(actors.LograPPOTrainerAsync)
-
-
-def rollout_actor():
-    """Our rollout actor for Ray. One that dies is started again, with the base model; it serves nothing until a dense
-    sync has reached it."""
-    import ray
-
-    from . import actors
-
-    return ray.remote(max_restarts=_ENGINE_RESTARTS)(actors.LograRolloutRayActor)
+    main.get_strategy = deepspeed_strategy.get_strategy
+    main.PolicyModelActor = ray.remote(num_gpus=1)(trainer_actor.LograPolicyModelActor)
+    vllm_engine.RolloutRayActor = rollout_actor.restarted_by_ray()
+    ppo_trainer.PPOTrainer = ray.remote(controller.LograPPOTrainer)
+    ppo_trainer_async.PPOTrainerAsync = ray.remote(controller.LograPPOTrainerAsync)
 
 
 def _extend_ray_init(args, config: LograConfig) -> None:

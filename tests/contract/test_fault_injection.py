@@ -43,7 +43,7 @@ class Unpatchable(Runtime):
 
 
 class Rollout(Engine):
-    """An engine behind the gate of the rollout actor (host/actors.py): `may_generate` is what the actor knows."""
+    """An engine behind the gate of host/rollout_actor.py: `may_generate` is what the actor knows."""
 
     def __init__(self, world, model, base):
         super().__init__(world, model)

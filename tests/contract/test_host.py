@@ -13,13 +13,13 @@ from openrlhf_logra.host import cpu
 
 cpu.install()
 
-from openrlhf_logra.host import actors, vllm_worker  # noqa: E402
+from openrlhf_logra.host import controller, deepspeed_strategy, rollout_actor, trainer_actor, vllm_worker  # noqa: E402
 
 STOCK_MODULE = Path(find_spec("openrlhf").submodule_search_locations[0]) / "cli" / "train_ppo_ray.py"
 
 # class -> method -> parameters after self, as in OpenRLHF 0.11.2
 SIGNATURES = {
-    actors.LograDeepspeedStrategy: {
+    deepspeed_strategy.LograDeepspeedStrategy: {
         "_ds_init_train_model": ["model", "cfg"],
         "get_ds_train_config": ["optim_dict", "max_norm"],
         "optimizer_step": ["_optimizer", "model", "_scheduler", "name", "kwargs"],
@@ -45,25 +45,25 @@ SIGNATURES = {
             "load_module_only",
         ],
     },
-    actors.LograActorPPOTrainer: {
+    trainer_actor.LograActorPPOTrainer: {
         "_init_vllm_sync_group": ["backend"],
         "ppo_train": ["kl_ctl"],
         "broadcast_to_vllm": [],
     },
-    actors.LograPolicyModelActor: {
+    trainer_actor.LograPolicyModelActor: {
         "init_model_from_pretrained": ["strategy", "pretrain", "max_steps", "vllm_engines"],
     },
-    actors.LograRolloutRayActor: {
+    rollout_actor.LograRolloutRayActor: {
         "__init__": ["args", "bundle_indices", "agent_func_path", "remote_rm_url", "mm_pad_token_ids", "kwargs"],
         "generate": ["prompt_token_ids", "sampling_params", "multi_modal_data"],
     },
-    actors.LograPPOTrainer: {
+    controller.LograPPOTrainer: {
         "fit": ["global_step"],
         "train_step": ["rollout_samples", "global_step"],
         "save_logs_and_checkpoints": ["global_step", "logs_dict", "client_states"],
         "evaluate": ["global_step", "generate_kwargs"],
     },
-    actors.LograTrainingActor: {"broadcast_to_vllm": [], "train_step": ["rollout_samples", "global_step"]},
+    controller.LograTrainingActor: {"broadcast_to_vllm": [], "train_step": ["rollout_samples", "global_step"]},
 }
 
 
@@ -110,35 +110,32 @@ def test_engines_are_made_of_the_module_global():
     assert "RolloutRayActor" in names
 
 
-def test_stock_methods_that_call_super_are_named_again():
+ACTOR_CLASSES = (
+    controller.LograPPOTrainer,
+    controller.LograTrainingActor,
+    controller.LograPPOTrainerAsync,
+    rollout_actor.LograRolloutRayActor,
+    trainer_actor.LograPolicyModelActor,
+)
+
+
+@pytest.mark.parametrize("ours", ACTOR_CLASSES)
+def test_stock_methods_that_call_super_are_named_again(ours):
     """Ray pickles inherited methods by value; with `super()` in them they would look at another class
-    (host/actors.py)."""
-    for ours in (
-        actors.LograPPOTrainer,
-        actors.LograTrainingActor,
-        actors.LograPPOTrainerAsync,
-        actors.LograRolloutRayActor,
-        actors.LograPolicyModelActor,
-    ):
-        for stock in ours.__mro__:
-            if not stock.__module__.startswith("openrlhf."):
-                continue
-            for name, function in vars(stock).items():
-                if inspect.isfunction(function) and "__class__" in function.__code__.co_freevars:
-                    owner = next(c for c in ours.__mro__ if name in vars(c))
-                    assert owner.__module__ == "openrlhf_logra.host.actors", f"{ours.__name__}.{name}"
+    (host/controller.py)."""
+    for stock in ours.__mro__:
+        if not stock.__module__.startswith("openrlhf."):
+            continue
+        for name, function in vars(stock).items():
+            if inspect.isfunction(function) and "__class__" in function.__code__.co_freevars:
+                owner = next(c for c in ours.__mro__ if name in vars(c))
+                assert owner.__module__.startswith("openrlhf_logra.host."), name
 
 
-def test_actor_classes_are_pickled_by_reference():
-    for name in (
-        "LograPolicyModelActor",
-        "LograRolloutRayActor",
-        "LograPPOTrainer",
-        "LograTrainingActor",
-        "LograPPOTrainerAsync",
-    ):
-        assert getattr(actors, name).__qualname__ == name
-        assert not hasattr(getattr(actors, name), "__ray_actor_class__")
+@pytest.mark.parametrize("ours", ACTOR_CLASSES)
+def test_actor_classes_are_pickled_by_reference(ours):
+    assert getattr(sys.modules[ours.__module__], ours.__qualname__) is ours
+    assert not hasattr(ours, "__ray_actor_class__")
 
 
 def test_worker_extension_collides_with_no_worker():
@@ -176,7 +173,7 @@ def test_a_ray_worker_waits_for_every_gather():
     code = (
         "from openrlhf_logra.host import ray_worker\n"
         "ray_worker.setup()\n"
-        "import openrlhf_logra.host.actors\n"
+        "import openrlhf_logra.host.trainer_actor\n"
         "import deepspeed.runtime.zero.partition_parameters as partition\n"
         "print(hasattr(partition.dist.all_gather_into_tensor, '__wrapped__'))\n"
     )

@@ -1,4 +1,4 @@
-"""The trainer's client over Ray (host/actors.py): one payload for all, by channel or object store; no endless wait.
+"""The sync's client over Ray (host/engine_client.py): one payload to all, by channel or store; no wait is endless.
 
 Stand-ins: Ray's `put` and `get` over threads, actors with real workers on the toy runtime, a process group of threads.
 """
@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import ray
 import torch
 from runtime import SHAPES, Engine, Runtime
 
@@ -16,7 +17,7 @@ from openrlhf_logra.host import cpu
 
 cpu.install()
 
-from openrlhf_logra.host import actors  # noqa: E402
+from openrlhf_logra.host import engine_client  # noqa: E402
 from openrlhf_logra.math.exact import Update, apply_block, quantize  # noqa: E402
 from openrlhf_logra.math.projection import Projection  # noqa: E402
 from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncError  # noqa: E402
@@ -118,14 +119,14 @@ def host(monkeypatch):
         try:
             return reference.result(timeout)
         except TimeoutError:
-            raise actors.ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.") from None
-        except actors.ray.exceptions.RayError:
+            raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.") from None
+        except ray.exceptions.RayError:
             raise
         except Exception as error:
-            raise actors.ray.exceptions.RayTaskError("logra_sync", repr(error), error).as_instanceof_cause() from error
+            raise ray.exceptions.RayTaskError("logra_sync", repr(error), error).as_instanceof_cause() from error
 
-    monkeypatch.setattr(actors.ray, "put", put)
-    monkeypatch.setattr(actors.ray, "get", get)
+    monkeypatch.setattr(ray, "put", put)
+    monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     released = threading.Event()
     yield SimpleNamespace(pool=pool, stored=stored, release=released)
@@ -147,7 +148,7 @@ class Trainer:
             actor.engine.load(self.base)
             if channel:
                 actor.join(self.group)
-        self.client = actors.RayEngines(self.actors, sender, seconds)
+        self.client = engine_client.RayEngines(self.actors, sender, seconds)
         info = LograTrainerInitInfo(rank=0, mode="factor", trained=(TARGET,), verify_every=1)
         self.sender = LograTrainerEngine.trainer_init(info, client=self.client, source=self.weights)
         self.version = 0
@@ -249,9 +250,7 @@ def test_answers_that_never_come_are_exceptions_in_time(host):
         start = time.monotonic()
         answers = call([0, 1, 2, 3], {"shapes": {}} if call == trainer.client.initialise else {"verify": False})
         assert 0.3 < time.monotonic() - start < 1.2
-        assert [isinstance(answer, actors.ray.exceptions.GetTimeoutError) for answer in answers] == [True] * 3 + [
-            False
-        ]
+        assert [isinstance(answer, ray.exceptions.GetTimeoutError) for answer in answers] == [True] * 3 + [False]
         assert len(answers[3]) == 2
 
 
@@ -263,12 +262,12 @@ def test_exceptions_in_engines_are_answers(host):
         raise MemoryError("out of memory")
 
     def dead():
-        raise actors.ray.exceptions.ActorDiedError()
+        raise ray.exceptions.ActorDiedError()
 
     trainer.actors[0].fault, trainer.actors[1].fault = broken, dead
     answers = trainer.client.sync([0, 1, 2], {"verify": False})
-    assert isinstance(answers[0], actors.ray.exceptions.RayTaskError) and "out of memory" in str(answers[0])
-    assert isinstance(answers[1], actors.ray.exceptions.ActorDiedError) and len(answers[2]) == 2
+    assert isinstance(answers[0], ray.exceptions.RayTaskError) and "out of memory" in str(answers[0])
+    assert isinstance(answers[1], ray.exceptions.ActorDiedError) and len(answers[2]) == 2
     with pytest.raises(SyncError, match="engine 0"):
         trainer.sync()
     trainer.actors[0].fault = trainer.actors[1].fault = None
@@ -291,7 +290,7 @@ class Clock:
 @pytest.mark.parametrize("refusals", [0, 1, 5, 10**6])
 def test_an_actor_that_is_being_started_is_waited_for(host, monkeypatch, refusals):
     clock = Clock()
-    monkeypatch.setattr(actors, "time", clock)
+    monkeypatch.setattr(engine_client, "time", clock)
     trainer = Trainer(host, channel=False, seconds=30)
     left = refusals
 
@@ -299,17 +298,17 @@ def test_an_actor_that_is_being_started_is_waited_for(host, monkeypatch, refusal
         nonlocal left
         if left:
             left -= 1
-            raise actors.ray.exceptions.ActorUnavailableError("restarting", None)
+            raise ray.exceptions.ActorUnavailableError("restarting", None)
 
     trainer.actors[1].fault = starting
     shapes = {name: list(shape) for name, shape in SHAPES.items()}
-    monkeypatch.setattr(actors, "_result", eventually(actors._result, host))
+    monkeypatch.setattr(engine_client, "_result", eventually(engine_client._result, host))
     answers = trainer.client.initialise([0, 1], {"shapes": shapes, "version": 0})
     assert len(answers[0]) == 2
     if refusals < 30:
         assert len(answers[1]) == 2 and clock.now == refusals
     else:
-        assert isinstance(answers[1], actors.ray.exceptions.ActorUnavailableError) and 30 <= clock.now <= 31
+        assert isinstance(answers[1], ray.exceptions.ActorUnavailableError) and 30 <= clock.now <= 31
 
 
 def eventually(result, host):
@@ -343,7 +342,7 @@ def test_an_engine_that_was_started_again_is_in_no_group(host):
     def dies():
         actor.fault_after = None
         actor.restart(trainer.base)
-        raise actors.ray.exceptions.ActorDiedError()
+        raise ray.exceptions.ActorDiedError()
 
     actor.fault_after = dies
     assert trainer.sync().mode == "dense" and trainer.held()  # by the object store

@@ -9,7 +9,7 @@ from openrlhf_logra.host import cpu
 
 cpu.install()
 
-from openrlhf_logra.host import actors  # noqa: E402
+from openrlhf_logra.host import rollout_actor  # noqa: E402
 
 SYNC = {"records": [b"..."], "position": 0, "last": True}
 
@@ -36,7 +36,7 @@ class Engine:
 
 
 def actor(engine, prefix_caching=False):
-    made = actors.LograRolloutRayActor.__new__(actors.LograRolloutRayActor)
+    made = rollout_actor.LograRolloutRayActor.__new__(rollout_actor.LograRolloutRayActor)
     made.llm, made.kwargs, made._mm_pad_token_ids = engine, {"enable_prefix_caching": prefix_caching}, None
     made._stale, made._closed, made._known_version = None, 0, asyncio.Event()
     made._known_version.set()
@@ -71,7 +71,7 @@ def test_a_stale_engine_does_not_generate(stale, reset, monkeypatch):
         engine.go.set()
         reports = await made.logra_sync(SYNC)
         assert reports[0]["stale"]
-        monkeypatch.setattr(actors, "_REPAIR_SECONDS", 0.05)
+        monkeypatch.setattr(rollout_actor, "_REPAIR_SECONDS", 0.05)
         with pytest.raises(RuntimeError, match="no known version .(half applied|vLLM refused)"):
             await generate(made)
         waiting = generate(made)
@@ -93,7 +93,7 @@ def test_a_sync_that_raises_leaves_the_engine_stale(monkeypatch):
         made = actor(engine)
         with pytest.raises(OSError):
             await made.logra_sync(SYNC)
-        monkeypatch.setattr(actors, "_REPAIR_SECONDS", 0.05)
+        monkeypatch.setattr(rollout_actor, "_REPAIR_SECONDS", 0.05)
         with pytest.raises(RuntimeError, match="a sync did not finish"):
             await generate(made)
 

@@ -15,7 +15,7 @@ from openrlhf.trainer.ppo_utils.experience import Experience  # noqa: E402
 from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController  # noqa: E402
 
 from openrlhf_logra.config import ConfigError, LograConfig  # noqa: E402
-from openrlhf_logra.host import actors, log_probs  # noqa: E402
+from openrlhf_logra.host import controller, log_probs, rollout_actor, trainer_actor  # noqa: E402
 from openrlhf_logra.math.baseline import RunningBaseline  # noqa: E402
 from openrlhf_logra.strategies.base import Proposal, StepOutcome  # noqa: E402
 from openrlhf_logra.train.callbacks import Callback, UpdateContext, load_callbacks  # noqa: E402
@@ -327,7 +327,7 @@ def test_vllm_names_these_modes():
     "asked, stock, expected", [(log_probs.RAW, None, 0), (log_probs.RAW, 1, 1), (None, None, None)]
 )
 def test_the_rollout_actor_asks_for_them(asked, stock, expected):
-    made = actors.LograRolloutRayActor.__new__(actors.LograRolloutRayActor)
+    made = rollout_actor.LograRolloutRayActor.__new__(rollout_actor.LograRolloutRayActor)
     made._log_probs, made._known_version = asked, asyncio.Event()
     seen = []
 
@@ -343,7 +343,7 @@ def test_the_rollout_actor_asks_for_them(asked, stock, expected):
 
 
 def trainer_with(items):
-    made = actors.LograActorPPOTrainer.__new__(actors.LograActorPPOTrainer)
+    made = trainer_actor.LograActorPPOTrainer.__new__(trainer_actor.LograActorPPOTrainer)
     observed, said = [], []
     made._observes = True
     made.strategy = SimpleNamespace(kl_control=SimpleNamespace(observe_mismatch=observed.append), print=said.append)
@@ -379,7 +379,7 @@ def test_without_log_probs_it_is_off_and_said_once():
 # ---- the controllers ------------------------------------------------------------------------------------------------
 
 
-def controller(tiny_model, baseline="none", target=6.0):
+def training_controller(tiny_model, baseline="none", target=6.0):
     """Our training controller over a stock one, as OpenRLHF makes it, without models."""
     logra = SimpleNamespace(**{**vars(flat_flags()), "reward_baseline": baseline})
     args = SimpleNamespace(
@@ -398,7 +398,7 @@ def controller(tiny_model, baseline="none", target=6.0):
         logra=logra,
     )
     queues = {"vllm_lock": None, "rollout_queue": None, "rollout_slots": None}
-    return actors.LograTrainingActor(
+    return controller.LograTrainingActor(
         str(tiny_model), SimpleNamespace(args=args), None, None, None, None, None, **queues
     )
 
@@ -441,7 +441,7 @@ def experiences(rewards):
 
 
 def test_openrlhfs_own_kl_controller_is_untouched(tiny_model):
-    made = controller(tiny_model)
+    made = training_controller(tiny_model)
     assert type(made.kl_ctl) is AdaptiveKLController
     assert made.experience_maker.kl_ctl is made.kl_ctl
     stock = AdaptiveKLController(0.01, 6.0, 10000)
@@ -454,7 +454,7 @@ def test_openrlhfs_own_kl_controller_is_untouched(tiny_model):
 def test_without_the_flag_advantages_are_stocks(tiny_model):
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
-    ours, theirs = controller(tiny_model).experience_maker, controller(tiny_model).experience_maker
+    ours, theirs = training_controller(tiny_model).experience_maker, training_controller(tiny_model).experience_maker
     theirs.__class__ = RemoteExperienceMaker
     rewards = (0.0, 1.0, 1.0, 3.0)
     both = zip(
@@ -465,7 +465,7 @@ def test_without_the_flag_advantages_are_stocks(tiny_model):
 
 
 def test_the_running_baseline_is_all_that_is_subtracted(tiny_model):
-    made = controller(tiny_model, "running")
+    made = training_controller(tiny_model, "running")
     maker = made.experience_maker
 
     def advantages(rewards):
@@ -480,15 +480,15 @@ def test_the_running_baseline_is_all_that_is_subtracted(tiny_model):
     assert made.args.algo.advantage.estimator == "reinforce"
     states = made._with_baseline({"global_step": 3})
     assert states["global_step"] == 3
-    again = controller(tiny_model, "running")
+    again = training_controller(tiny_model, "running")
     again.restore_best_checkpoint_state(states)
     assert again.experience_maker.baseline.state_dict() == maker.baseline.state_dict() == {"count": 5, "mean": 1.2}
-    controller(tiny_model).restore_best_checkpoint_state(states)  # the flag was dropped: nothing to restore
-    assert controller(tiny_model)._with_baseline(None) is None
+    training_controller(tiny_model).restore_best_checkpoint_state(states)  # the flag was dropped: nothing to restore
+    assert training_controller(tiny_model)._with_baseline(None) is None
 
 
 def test_penalties_are_in_the_baseline_and_the_log_keeps_rewards(tiny_model):
-    made = controller(tiny_model, "running")
+    made = training_controller(tiny_model, "running")
     made.args.reward.stop_properly_penalty_coef = 0.5
     given = experiences((2.0, 4.0))
     for one, cut in zip(given, (True, False)):
@@ -499,7 +499,7 @@ def test_penalties_are_in_the_baseline_and_the_log_keeps_rewards(tiny_model):
 
 
 def test_the_baseline_goes_into_every_checkpoint(tiny_model):
-    made = controller(tiny_model, "running")
+    made = training_controller(tiny_model, "running")
     made.args.ckpt.save_steps, made.args.logger.logging_steps = 1, 1
     kept = []
 

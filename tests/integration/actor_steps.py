@@ -20,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 from openrlhf.models import Actor  # noqa: E402
 
 from openrlhf_logra.config import add_flags  # noqa: E402
-from openrlhf_logra.host import actors  # noqa: E402
+from openrlhf_logra.host import deepspeed_strategy  # noqa: E402
 from openrlhf_logra.math.digest import as_matrix, digest_block  # noqa: E402
 from openrlhf_logra.math.exact import apply_block  # noqa: E402
 from openrlhf_logra.train.shards import digest, gathered  # noqa: E402
@@ -58,7 +58,7 @@ SCHEDULE = {"optim": "adam", "adam": ADAM, "lr_scheduler": "constant", "lr_warmu
 
 def build(config: dict):
     args = host_arguments(config)
-    strategy = actors.get_strategy(args)
+    strategy = deepspeed_strategy.get_strategy(args)
     strategy.setup_distributed()
     actor = Actor(
         config["model"],

@@ -16,7 +16,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from actor_steps import build, main, samples, whole_weights  # noqa: E402
 
-from openrlhf_logra.host import actors  # noqa: E402
+from openrlhf_logra.host import deepspeed_strategy  # noqa: E402
 from openrlhf_logra.train.callbacks import Callback  # noqa: E402
 from openrlhf_logra.train.kl_control import PROBE_KL  # noqa: E402
 from openrlhf_logra.train.probe import Probe, first_responses  # noqa: E402
@@ -84,10 +84,10 @@ def in_float32(config: dict) -> None:
     from openrlhf.utils.deepspeed import DeepspeedStrategy
 
     if not hasattr(in_float32, "stock"):
-        stock = utils.convert_to_torch_dtype, DeepspeedStrategy.get_ds_train_config, actors.digests_of
+        stock = utils.convert_to_torch_dtype, DeepspeedStrategy.get_ds_train_config, deepspeed_strategy.digests_of
         in_float32.stock = stock
     dtype, train_config, digests = in_float32.stock
-    actors.digests_of = (lambda parameters: {}) if config.get("float32") else digests  # of bf16 only
+    deepspeed_strategy.digests_of = (lambda parameters: {}) if config.get("float32") else digests  # of bf16 only
     utils.convert_to_torch_dtype = (lambda name: torch.float32) if config.get("float32") else dtype
 
     def without_bf16(self, *args, **kwargs):

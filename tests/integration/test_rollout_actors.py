@@ -16,7 +16,7 @@ import ray  # noqa: E402
 from models import make_model  # noqa: E402
 from vllm_engines import Trainer  # noqa: E402
 
-from openrlhf_logra.host import actors, plugin  # noqa: E402
+from openrlhf_logra.host import engine_client, plugin, rollout_actor  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engines(model):
     """Made by OpenRLHF's own function."""
-    stock_class, stock.RolloutRayActor = stock.RolloutRayActor, plugin.rollout_actor()
+    stock_class, stock.RolloutRayActor = stock.RolloutRayActor, rollout_actor.restarted_by_ray()
     ray.init(
         num_gpus=2,
         num_cpus=4,
@@ -46,7 +46,7 @@ class Trained(Trainer):
 
     def __init__(self, path, engines, **options):
         super().__init__(path, [], **options)
-        self.client = self.sender.client = actors.RayEngines(engines)
+        self.client = self.sender.client = engine_client.RayEngines(engines)
 
 
 def process_of(actor) -> int:

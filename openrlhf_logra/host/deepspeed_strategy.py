@@ -1,0 +1,146 @@
+"""OpenRLHF's DeepSpeed strategy with LoGRA in it: where the policy is wrapped, stepped, saved and loaded."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from openrlhf.models import Actor
+from openrlhf.utils.deepspeed import DeepspeedStrategy
+from openrlhf.utils.utils import get_strategy as get_stock_strategy
+
+from ..config import from_hierarchy
+from ..strategies import strategy_class
+from ..strategies.base import StepOutcome, Strategy
+from ..sync.trainer import digests_of
+from ..train.buffers import restore_computed_buffers
+from ..train.callbacks import Callback, UpdateContext, load_callbacks
+from ..train.coverage import render
+from ..train.kl_control import KLControl, controls_kl
+from ..train.probe import ProbeBatch, Response
+from . import cpu
+
+_CHECKPOINT_KEY = "logra"
+_SYNC_CHECKPOINT_KEY = "logra_sync"
+_CALLBACKS_CHECKPOINT_KEY = "logra_callbacks"
+_KL_CONTROL = "kl_control"  # its name among the callbacks
+
+
+def get_strategy(args) -> "LograDeepspeedStrategy":
+    """Stock `get_strategy`, with our class."""
+    strategy = get_stock_strategy(args)
+    strategy.__class__ = LograDeepspeedStrategy
+    return strategy
+
+
+class LograDeepspeedStrategy(DeepspeedStrategy):
+    """Only the policy in training is treated differently; critic, reward and reference models take the stock path."""
+
+    logra: Strategy | None = None
+
+    def _ds_init_train_model(self, model, cfg: dict):
+        if not isinstance(model, Actor):
+            return super()._ds_init_train_model(model, cfg)
+        config = from_hierarchy(self.args.logra)
+        self.logra = strategy_class(config.method)(config, model.model)
+        self.coverage = self.logra.coverage()
+        self.logra.attach()
+        self.print("[logra] coverage\n" + render(self.coverage))
+        restored, unclear = restore_computed_buffers(model.model)
+        if restored:
+            self.print(f"[logra] restored to float32, as the rollout engines have them: {', '.join(restored)}")
+        if unclear:
+            self.print(f"[logra] possibly rounded to bf16 by ZeRO-3, and not restored: {', '.join(unclear)}")
+        prepared = super()._ds_init_train_model(model, cfg)
+        self._policy_engine = model.model
+        self._max_norm = cfg.get("max_norm", 1.0)
+        self.logra.bind(self._policy_engine.device)
+        self.base_digests = digests_of(self.logra.parameters())  # before a checkpoint is loaded, as the engines are
+        self.outcomes: list[StepOutcome] = []
+        self.metrics: list[dict[str, float]] = []  # of each outcome's update, from callbacks
+        self.responses: list[Response] = []  # the first of the update under way
+        self.callbacks: dict[str, Callback] = {}
+        if controls_kl(config):
+            self.callbacks[_KL_CONTROL] = KLControl(config.kl_settings(), config.kl_probe, self.print)
+        self.callbacks.update(zip(config.callbacks, load_callbacks(config.callbacks)))
+        self.resumed = False
+        self.sync_state: Callable[[], dict] = dict  # the sync's own state, once there is one
+        self.loaded_sync_state: dict | None = None
+        self.push = lambda updates, version: None  # hands an update to the sync
+        return prepared
+
+    @property
+    def kl_control(self) -> KLControl | None:
+        """The controller of alpha, where there is one."""
+        return self.callbacks.get(_KL_CONTROL)
+
+    def get_ds_train_config(self, *args, **kwargs):
+        config = super().get_ds_train_config(*args, **kwargs)
+        if "optimizer" in config and not cpu.has_gpu():
+            config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own kernels need a compiler or a GPU
+        return config
+
+    def optimizer_step(self, optimizer, model, scheduler, name="model", **kwargs) -> None:
+        engine = model.model if isinstance(model, Actor) else model
+        if self.logra is None or engine is not self._policy_engine:
+            return super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
+        boundary = engine.is_gradient_accumulation_boundary()
+        alpha = scheduler.get_last_lr()[0] / scheduler.base_lrs[0]
+        super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
+        if boundary:
+            self._logra_step(alpha)
+
+    def _logra_step(self, alpha: float) -> None:
+        proposal = self.logra.propose(self._max_norm)
+        context = UpdateContext(
+            version=self.logra.version,
+            proposal=proposal,
+            alpha=alpha,
+            batch=ProbeBatch(*(tuple(zip(*self.responses)) or ((), ())), self.args.rollout.temperature),
+            model=self._policy_engine.module,
+            device=self._policy_engine.device,
+            forward=partial(self._policy_engine, use_cache=False),
+            along=partial(self.logra.along, proposal),
+        )
+        if proposal.finite:
+            for callback in self.callbacks.values():
+                callback.on_update(context)
+        outcome = self.logra.commit(proposal, context.decided())
+        context.outcome = replace(outcome, updates=())  # figures only: the updates are the sync's business
+        for callback in self.callbacks.values():
+            callback.on_step_end(context)
+        self.responses.clear()
+        self.outcomes.append(context.outcome)
+        self.metrics.append(context.metrics)
+        if outcome.skipped:
+            reason = context.held or f"the sketch is not finite (|S| = {outcome.sketch_norm})"
+            self.print(f"[logra] update skipped: {reason}")
+        else:
+            self.push(outcome.updates, outcome.version)
+
+    def get_grad_norm(self, model) -> float:
+        engine = model.model if isinstance(model, Actor) else model
+        ours = self.logra is not None and engine is self._policy_engine and self.outcomes
+        norm = self.outcomes[-1].grad_norm if ours else None
+        return super().get_grad_norm(model) if norm is None else norm
+
+    def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, **kwargs):
+        if self.logra is not None and model is self._policy_engine:
+            ours = {
+                _CHECKPOINT_KEY: self.logra.state_dict(),
+                _SYNC_CHECKPOINT_KEY: self.sync_state(),
+                _CALLBACKS_CHECKPOINT_KEY: {name: one.state_dict() for name, one in self.callbacks.items()},
+            }
+            client_state = {**(client_state or {}), **ours}
+        return super().save_ckpt(model, save_dir, tag, max_num, max_mem, client_state, **kwargs)
+
+    def load_ckpt(self, model, load_dir, *args, **kwargs):
+        path, states = super().load_ckpt(model, load_dir, *args, **kwargs)
+        if self.logra is not None and model is self._policy_engine and path is not None:
+            self.resumed = True
+            if _CHECKPOINT_KEY in states:
+                self.logra.load_state_dict(states.pop(_CHECKPOINT_KEY))
+            self.loaded_sync_state = states.pop(_SYNC_CHECKPOINT_KEY, None) or None
+            for name, state in states.pop(_CALLBACKS_CHECKPOINT_KEY, {}).items():
+                if name in self.callbacks:
+                    self.callbacks[name].load_state_dict(state)
+        return path, states
