@@ -14,6 +14,7 @@ from functools import wraps
 from pathlib import Path
 from random import SystemRandom
 
+from . import cpu_attention
 from .imports import after_import
 
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -38,6 +39,7 @@ def install() -> None:
     _install_cuda_names()
     multiply_in_float32()
     after_import("deepspeed", _wait_for_every_gather)
+    after_import("transformers.modeling_utils", cpu_attention.install)
 
 
 # ---- flash_attn: what openrlhf/models/ring_attn_utils.py imports ----------------------------------------------------
@@ -69,11 +71,6 @@ def _install_flash_attn() -> None:
         padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
         return padded.index_put((indices,), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
-    def all_gather(values, group):
-        from torch.distributed.nn.functional import all_gather as differentiable_all_gather
-
-        return torch.cat(differentiable_all_gather(values, group=group))
-
     def module(name: str, **contents) -> _StandIn:
         stand_in = _StandIn(name, "CPU stand-in of openrlhf_logra")
         stand_in.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
@@ -89,7 +86,7 @@ def _install_flash_attn() -> None:
         rearrange=rearrange,
         unpad_input=unpad_input,
     )
-    distributed = module("flash_attn.utils.distributed", all_gather=all_gather)
+    distributed = module("flash_attn.utils.distributed", all_gather=cpu_attention.gather_differentiably)
     utils = module("flash_attn.utils", distributed=distributed)
     module("flash_attn", bert_padding=padding, utils=utils)
 

@@ -39,9 +39,6 @@ def enable(flat: argparse.Namespace, main: ModuleType) -> None:
 
 def _adapt_to_cpu(flat: argparse.Namespace, args) -> None:
     """Defaults of the stock command line that mean a GPU; said, not silent."""
-    if "flash_attention" in args.ds.attn_implementation and not args.ds.packing_samples:
-        print("[logra] no GPU: --ds.attn_implementation is sdpa", flush=True)
-        setattr(flat, "ds.attn_implementation", "sdpa")
     if args.vllm.sync_backend == "nccl":
         setattr(flat, "vllm.sync_backend", "gloo")
 

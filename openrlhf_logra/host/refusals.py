@@ -9,7 +9,6 @@ from ..strategies import strategy_class
 from ..sync.log import record_files
 from ..train.callbacks import load_callbacks
 from ..train.kl_control import controls_kl
-from . import cpu
 from .models import load_skeleton, looks_local
 from .vllm_plugin import let_through
 
@@ -74,11 +73,6 @@ def _check_combinations(args: SimpleNamespace) -> None:
             "--logra.kl.disable alpha is lr / peak lr",
         ),
         (
-            _packs(args) and not cpu.has_gpu(),
-            "--ds.packing_samples, --train.dynamic_batch_enable and --ds.ring_attn_size need flash attention, which "
-            "needs a GPU; drop them on this machine",
-        ),
-        (
             args.logra.eval_at_start and args.train.async_enable,
             "--logra.eval_at_start: asynchronous training evaluates in its generator only; drop it",
         ),
@@ -109,11 +103,6 @@ def _check_step_control(args: SimpleNamespace, config: LograConfig) -> None:
     for holds, message in refused:
         if holds:
             raise ConfigError(message)
-
-
-def _packs(args: SimpleNamespace) -> bool:
-    """The host turns packing on for the other two."""
-    return args.ds.packing_samples or args.train.dynamic_batch_enable or args.ds.ring_attn_size > 1
 
 
 def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
