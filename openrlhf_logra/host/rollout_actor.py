@@ -38,6 +38,7 @@ class LograRolloutRayActor(plain(vllm_engine.RolloutRayActor)):
         kwargs["weight_transfer_config"] = {"backend": "logra"}
         kwargs["worker_extension_cls"] = "openrlhf_logra.host.vllm_worker.LograWorkerExtension"
         if not cpu.has_gpu():
+            kwargs["enable_sleep_mode"] = False  # refused there; sleep and wake_up still pause and resume scheduling
             kwargs["distributed_executor_backend"] = cpu.EXECUTORS[kwargs["distributed_executor_backend"]]
             if kwargs["tensor_parallel_size"] > 1:
                 cpu.give_each_worker_a_core(kwargs["tensor_parallel_size"])

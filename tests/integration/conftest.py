@@ -1,6 +1,8 @@
 """Fixtures shared by the integration tests."""
 
+import argparse
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -9,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf_logra.host.cpu import quiet_port
+from openrlhf_logra.config import add_flags
+from openrlhf_logra.host import cpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -31,6 +34,30 @@ def wide_model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("wide"), intermediate_size=1664, num_hidden_layers=1)
 
 
+@pytest.fixture(scope="session")
+def parser():
+    """The stock module's own parser with our group, without running what follows."""
+    cpu.install()
+    captured = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(self, *_):
+        captured.append(self)
+        raise Stop
+
+    stock = argparse.ArgumentParser.parse_args
+    argparse.ArgumentParser.parse_args = stop
+    try:
+        with pytest.raises(Stop):
+            runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=False)
+    finally:
+        argparse.ArgumentParser.parse_args = stock
+    add_flags(captured[0])
+    return captured[0]
+
+
 def run_ranks(script: Path, arguments: list[str], world: int, timeout: float) -> None:
     """Run a script once per rank, as torchrun would; fails with the tail of the first rank that failed."""
     environment = {
@@ -38,7 +65,7 @@ def run_ranks(script: Path, arguments: list[str], world: int, timeout: float) ->
         "OMP_NUM_THREADS": "1",
         "DS_ACCELERATOR": "cpu",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(quiet_port()),
+        "MASTER_PORT": str(cpu.quiet_port()),
         "WORLD_SIZE": str(world),
     }
     with tempfile.TemporaryDirectory() as folder:

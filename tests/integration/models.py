@@ -45,16 +45,84 @@ def make_model(path: Path, seed: int = 0, **overrides) -> Path:
     return _save(path, Qwen2ForCausalLM, Qwen2Config(**{**_COMMON, "tie_word_embeddings": True, **overrides}), seed)
 
 
-def _save(path: Path, model_class: type, config, seed: int = 0) -> Path:
+def make_reward_model(path: Path, name: str) -> Path:
+    """A randomly initialised sequence classifier with one label, like OpenRLHF's reward models."""
+    import transformers
+
+    family, changes = ARCHITECTURES[name]
+    config = getattr(transformers, f"{family}Config")(**{**_COMMON, **changes, "num_labels": 1})
+    return _save(path, getattr(transformers, f"{family}ForSequenceClassification"), config, seed=1)
+
+
+def make_vision_language_model(path: Path) -> Path:
+    """A randomly initialised LLaVA with its processor: four patches of each image, in front of a Llama."""
+    import transformers
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer = _tokenizer(image_token=IMAGE)
+    image_processor = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    transformers.LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=_CHAT_TEMPLATE,
+    ).save_pretrained(path)
+    text = transformers.LlamaConfig(**{**_COMMON, "vocab_size": 104})
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+        projection_dim=32,
+    )
+    config = transformers.LlavaConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=tokenizer.image_token_id,
+        vision_feature_layer=-1,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )
+    return _save_model(path, transformers.LlavaForConditionalGeneration, config)
+
+
+IMAGE = "<image>"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+)
+
+
+def _tokenizer(**special: str):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2}
     vocabulary.update({chr(code): code - 29 for code in range(32, 127)})
+    vocabulary.update({token: len(vocabulary) for token in special.values()})
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    fast.save_pretrained(path)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        chat_template=_CHAT_TEMPLATE,
+        extra_special_tokens=special,
+    )
+
+
+def _save(path: Path, model_class: type, config, seed: int = 0) -> Path:
+    _tokenizer().save_pretrained(path)
+    return _save_model(path, model_class, config, seed)
+
+
+def _save_model(path: Path, model_class: type, config, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     model_class(config).to(torch.bfloat16).save_pretrained(path)
     return Path(path)

@@ -1,18 +1,25 @@
 """Runs the stock command line of OpenRLHF on the CPU and reads what it said."""
 
+import argparse
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.request
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load_file
 
+from openrlhf_logra.config import from_flat
+from openrlhf_logra.host.cpu import quiet_port
 from openrlhf_logra.math.digest import as_matrix, digest_block
 
 HERE = Path(__file__).parent
@@ -57,6 +64,18 @@ def stock_flags(model: Path, folder: Path, *, zero=2, ranks=1, engines=1, steps=
 LOGRA_FLAGS = ["--logra.enable", "--logra.rank", "8", "--logra.update_ratio", "5e-3", "--logra.sync.verify_every", "1"]
 
 
+def check_flags(parser: argparse.ArgumentParser, flags: list[str]) -> None:
+    """Parse and check flags in this process as the plugin does before Ray starts; raises what it raises."""
+    from openrlhf.utils.config import hierarchize
+
+    from openrlhf_logra.host import refusals
+
+    flat = parser.parse_args(flags)
+    config = from_flat(flat)
+    config.validate()
+    refusals.check(hierarchize(flat), config)
+
+
 @dataclass
 class Step:
     number: int
@@ -84,11 +103,57 @@ _STEP = re.compile(
 )
 
 
-def start(flags: list[str], folder: Path, program: list[str] | None = None) -> tuple[subprocess.Popen, Path, str]:
-    """Start a run in its own session; returns process, log file and the mark that all its processes carry."""
+def marked_environment() -> tuple[str, dict[str, str]]:
+    """A mark of a run, and the environment that gives it to all its processes."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200"}
+    environment.update(WANDB_MODE="offline", WANDB_SILENT="true")
     environment.pop("RAY_ADDRESS", None)
+    return mark, environment
+
+
+@contextmanager
+def ray_job(gpus: int, working_dir: Path | None = None) -> Iterator[list[str]]:
+    """The program that submits to a Ray of its own, with that many logical GPUs; Ray ends with the context."""
+    mark, environment = marked_environment()
+    port, dashboard = quiet_port(), quiet_port()
+    ray = str(Path(sys.executable).with_name("ray"))
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # short: Ray's sockets are in it
+        log = Path(folder) / "head.log"
+        command = [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}/ray"]
+        command += [f"--port={port}", f"--dashboard-port={dashboard}", "--ray-client-server-port=0"]
+        command += ["--dashboard-agent-listen-port=0", f"--num-gpus={gpus}", f"--num-cpus={gpus + 2}"]
+        with log.open("w") as sink:
+            head = subprocess.Popen(
+                command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
+            )
+        address = f"http://127.0.0.1:{dashboard}"
+        submit = [ray, "job", "submit", f"--address={address}"]
+        if working_dir is not None:
+            submit.append(f"--runtime-env-json={json.dumps({'working_dir': str(working_dir)})}")
+        try:
+            _wait_for_dashboard(f"{address}/api/version", head, log)
+            yield [*submit, "--", "python3", "-m", "openrlhf.cli.train_ppo_ray"]
+        finally:
+            head.terminate()
+            head.wait(60)
+            leave_nothing(mark)
+
+
+def _wait_for_dashboard(url: str, head: subprocess.Popen, log: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and head.poll() is None:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise RuntimeError(f"Ray did not start: {log.read_text()[-3000:]}")
+
+
+def start(flags: list[str], folder: Path, program: list[str] | None = None) -> tuple[subprocess.Popen, Path, str]:
+    """Start a run in its own session; returns process, log file and the mark that all its processes carry."""
+    mark, environment = marked_environment()
     log = folder / "train.log"
     command = [*(program or [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]), *flags]
     with log.open("w") as sink:
