@@ -39,6 +39,7 @@ def install() -> None:
     _install_cuda_names()
     multiply_in_float32()
     after_import("deepspeed", _wait_for_every_gather)
+    after_import("deepspeed", _offload_states_of_adamw)
     after_import("transformers.modeling_utils", cpu_attention.install)
 
 
@@ -46,12 +47,21 @@ def install() -> None:
 
 
 class _StandIn(types.ModuleType):
-    """A module that says what it is when something else of flash_attn is asked for."""
+    """A module that says what it is when something else of the real one is asked for."""
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"{self.__name__}.{name} has no CPU stand-in; flash_attn needs a GPU")
+        raise AttributeError(f"{self.__name__}.{name} has no CPU stand-in; {self._reason}")
+
+
+def _stand_in(name: str, reason: str, **contents) -> _StandIn:
+    module = _StandIn(name, "CPU stand-in of openrlhf_logra")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    module.__dict__.update(contents, _reason=reason)
+    sys.modules[name] = module
+    return module
 
 
 def _install_flash_attn() -> None:
@@ -71,24 +81,18 @@ def _install_flash_attn() -> None:
         padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
         return padded.index_put((indices,), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
-    def module(name: str, **contents) -> _StandIn:
-        stand_in = _StandIn(name, "CPU stand-in of openrlhf_logra")
-        stand_in.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        stand_in.__path__ = []
-        stand_in.__dict__.update(contents)
-        sys.modules[name] = stand_in
-        return stand_in
-
-    padding = module(
+    reason = "flash_attn needs a GPU"
+    padding = _stand_in(
         "flash_attn.bert_padding",
+        reason,
         index_first_axis=index_first_axis,
         pad_input=pad_input,
         rearrange=rearrange,
         unpad_input=unpad_input,
     )
-    distributed = module("flash_attn.utils.distributed", all_gather=cpu_attention.gather_differentiably)
-    utils = module("flash_attn.utils", distributed=distributed)
-    module("flash_attn", bert_padding=padding, utils=utils)
+    distributed = _stand_in("flash_attn.utils.distributed", reason, all_gather=cpu_attention.gather_differentiably)
+    utils = _stand_in("flash_attn.utils", reason, distributed=distributed)
+    _stand_in("flash_attn", reason, bert_padding=padding, utils=utils)
 
 
 # ---- torch.cuda and device names ------------------------------------------------------------------------------------
@@ -192,6 +196,15 @@ def _wait_for_every_gather() -> None:
     comm.all_gather_into_tensor = blocking
 
 
+def _offload_states_of_adamw() -> None:
+    """DeepSpeed's sleep moves the states of its fused Adam, a GPU kernel, and of no other optimizer by name; torch's
+    AdamW, which runs instead, calls them the same."""
+    import deepspeed.ops.adam.fused_adam as fused_adam
+    import torch
+
+    fused_adam.FusedAdam = torch.optim.AdamW
+
+
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +218,19 @@ def give_each_worker_a_core(workers: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     binding = "|".join(str(cores[worker % len(cores)]) for worker in range(workers))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+
+
+def let_models_name_torchvision() -> None:
+    """vLLM's models of images import torchvision by way of transformers, to name classes that they do not use; it does
+    not import beside a torch without CUDA."""
+    from transformers.utils import is_torchvision_available
+
+    if has_gpu() or is_torchvision_available():  # transformers asks once and keeps the answer
+        return
+    functional = _stand_in("torchvision.transforms.v2.functional", "images are processed by PIL")
+    v2 = _stand_in("torchvision.transforms.v2", "images are processed by PIL", functional=functional)
+    _stand_in("torchvision.transforms", "images are processed by PIL", v2=v2)
+    _stand_in("torchvision", "images are processed by PIL")
 
 
 def keep_vllm_weights() -> None:

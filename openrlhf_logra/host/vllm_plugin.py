@@ -26,4 +26,5 @@ def register() -> None:
         return
     WeightTransferEngineFactory.register_engine(BACKEND, "openrlhf_logra.sync.worker", "LograWeightTransferEngine")
     cpu.keep_vllm_weights()
+    cpu.let_models_name_torchvision()
     print(f"[logra] openrlhf_logra {__version__} active in a vLLM process (pid {os.getpid()})", flush=True)

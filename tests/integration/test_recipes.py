@@ -125,10 +125,10 @@ def test_two_rollouts(name, tmp_path):
     run_folder = tmp_path / "run"
     run_folder.mkdir()
     if recipe.launch == "python":
-        finished = run(flags, run_folder)
+        finished = run(flags, run_folder, timeout=900)
     else:
         with ray_job(8, run_folder if recipe.working_dir else None) as program:
-            finished = run(flags, run_folder, program=program)
+            finished = run(flags, run_folder, timeout=900, program=program)
     assert finished.code == 0, finished.output[-5000:]
     lines = [step.line for step in finished.steps]
     updates = updates_per_sync(parse(SHIPPED[name]))

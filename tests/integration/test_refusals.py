@@ -34,7 +34,6 @@ REFUSED = {
     "ema": (["--train.enable_ema"], r"--train\.enable_ema"),
     "no engines": (["--vllm.num_engines", "0"], r"--vllm\.num_engines"),
     "no learning rate": (["--actor.adam.lr", "0"], r"--actor\.adam\.lr 0"),
-    "dynamic batches on a CPU": (["--train.dynamic_batch_enable"], r"--train\.dynamic_batch_enable.*GPU"),
     "evaluation first, asynchronously": (
         ["--logra.eval_at_start", "--train.async_enable"],
         r"--logra\.eval_at_start: asynchronous",
