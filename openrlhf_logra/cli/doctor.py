@@ -5,12 +5,11 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from openrlhf_logra.host import cpu, versions
 from openrlhf_logra.host.versions import MISSING, OK, Finding
-from openrlhf_logra.host.vllm_plugin import ENTRY_POINT, let_through
+from openrlhf_logra.host.vllm_plugin import ENTRY_POINT, let_through, registered
 
 PTH = "openrlhf_logra.pth"
 REINSTALL = "pip install --force-reinstall --no-deps . (in a checkout of openrlhf_logra)"
@@ -75,7 +74,7 @@ def startup_line() -> Finding:
 def vllm_entry_point() -> Finding:
     """Whether vLLM's processes will load our plugin: registered, and let through by VLLM_PLUGINS where that is set."""
     name, wanted = "vLLM entry point", "registered"
-    if not entry_points(group="vllm.general_plugins", name=ENTRY_POINT):
+    if not registered():
         return Finding(name, None, wanted, MISSING, REINSTALL)
     if not let_through():
         fix = f"unset VLLM_PLUGINS (it is '{os.environ['VLLM_PLUGINS']}'), or add {ENTRY_POINT} to it"

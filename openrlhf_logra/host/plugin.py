@@ -11,9 +11,8 @@ from openrlhf.utils.config import hierarchize
 
 from .. import __version__
 from ..config import ConfigError, LograConfig, from_flat
-from . import cpu, log_probs, refusals
-
-SETUP_HOOK = "openrlhf_logra.host.ray_worker.setup"
+from . import cpu, log_probs, refusals, runtime_env
+from .startup import fail
 
 
 def enable(flat: argparse.Namespace, main: ModuleType) -> None:
@@ -59,24 +58,30 @@ def _replace_classes(main: ModuleType) -> None:
 
 
 def _extend_ray_init(args, config: LograConfig) -> None:
-    """Make the next `ray.init` start our hook in every worker and, without a GPU, provide logical ones."""
+    """Make the next `ray.init` start our hook in every worker. Where it starts Ray itself and there is no GPU, provide
+    logical ones; where it joins a cluster, stop when a node cannot run our processes."""
     import ray
+
+    from . import nodes
 
     init = ray.init
 
     def init_with_logra(*positional, **options):
         ray.init = init
-        runtime_env = dict(options.pop("runtime_env", None) or {})
-        runtime_env["worker_process_setup_hook"] = SETUP_HOOK
-        if log_probs.use(args, config):
-            runtime_env["env_vars"] = {**(runtime_env.get("env_vars") or {}), log_probs.VARIABLE: log_probs.mode(args)}
-        if not cpu.has_gpu() and not os.environ.get("RAY_ADDRESS"):
+        variables = {log_probs.VARIABLE: log_probs.mode(args)} if log_probs.use(args, config) else {}
+        options["runtime_env"] = runtime_env.extended(options.get("runtime_env") or {}, variables)
+        joins = ray._private.services.canonicalize_bootstrap_address(options.get("address")) is not None
+        if not joins and not cpu.has_gpu():
             gpus = logical_gpus(args)
             options.setdefault("num_gpus", gpus)
             # Each model actor also asks for a CPU, and the trainer for one more.
             options.setdefault("num_cpus", max(os.cpu_count() or 1, gpus + 2))
             options.setdefault("include_dashboard", False)
-        return init(*positional, runtime_env=runtime_env, **options)
+        context = init(*positional, **options)
+        problem = nodes.gate(config.allow_untested_host) if joins else None
+        if problem:
+            fail(problem)
+        return context
 
     ray.init = init_with_logra
 

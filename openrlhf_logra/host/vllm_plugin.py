@@ -1,9 +1,15 @@
 """The vLLM entry point (`vllm.general_plugins`): runs in every vLLM process, engine cores and workers included."""
 
 import os
+from importlib.metadata import entry_points
 
 ENABLED = "OPENRLHF_LOGRA"
 ENTRY_POINT = "openrlhf_logra"
+
+
+def registered() -> bool:
+    """Whether vLLM's processes on this machine find our entry point: installed, not merely on the path."""
+    return bool(entry_points(group="vllm.general_plugins", name=ENTRY_POINT))
 
 
 def let_through() -> bool:

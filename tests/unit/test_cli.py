@@ -114,7 +114,7 @@ def test_doctor_prints_the_fix_and_exits_with_1(healthy, monkeypatch, capsys):
     ],
 )
 def test_doctor_sees_the_vllm_entry_point_as_vllm_does(monkeypatch, registered, allowed, found):
-    monkeypatch.setattr(doctor, "entry_points", lambda group, name: [name] if registered else [])
+    monkeypatch.setattr(doctor, "registered", lambda: registered)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if allowed is not None:
         monkeypatch.setenv("VLLM_PLUGINS", allowed)

@@ -1,0 +1,153 @@
+"""Several Ray nodes on one machine: a job submitted to them trains over both, and a node that cannot is named."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from training import LOGRA_FLAGS, MARK, Finished, digest_of_checkpoint, leave_nothing, processes_of, run, stock_flags
+
+import openrlhf_logra
+from openrlhf_logra.host import nodes
+from openrlhf_logra.host.cpu import quiet_port
+
+RAY = str(Path(sys.executable).with_name("ray"))
+START_SECONDS = 240
+
+# A job's hook, which says in which processes it ran and what the job's variable was there.
+JOB_HOOK = """
+import os
+
+def setup():
+    with open(os.path.join(os.environ["HOOKED"], str(os.getpid())), "w") as file:
+        file.write(os.environ["NCCL_DEBUG"])
+"""
+
+
+class Raylets:
+    """Ray nodes with ports and a folder of their own, apart from any other Ray on this machine."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.mark, self.dashboard = folder, uuid.uuid4().hex, f"http://127.0.0.1:{quiet_port()}"
+
+    def start_head(self, name: str, gpus: int) -> None:
+        dashboard = self.dashboard.rpartition(":")[2]
+        ports = [f"--port={quiet_port()}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={quiet_port()}"]
+        self._start(name, "--head", *ports, f"--num-gpus={gpus}")
+
+    def add(self, name: str, gpus: int = 1, path: Path | None = None) -> None:
+        """Start a node; with `path`, packages there come before what is installed."""
+        address = (self.folder / "ray_current_cluster").read_text().strip()
+        # One log monitor reads the logs of all: they share the folder.
+        self._start(name, f"--address={address}", f"--num-gpus={gpus}", "--include-log-monitor=false", path=path)
+
+    def _start(self, name: str, *options: str, path: Path | None = None) -> None:
+        agent = f"--dashboard-agent-listen-port={quiet_port()}"
+        # Worker ports: two nodes cannot share a range.
+        shared = [f"--node-name={name}", "--num-cpus=4", "--min-worker-port=0", "--max-worker-port=0", agent]
+        environment = {
+            **os.environ,
+            MARK: self.mark,
+            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START_SECONDS),
+            "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": str(START_SECONDS),
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment.pop("RAY_ADDRESS", None)
+        if path is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
+        command = [RAY, "start", f"--temp-dir={self.folder}", *shared, *options]
+        log = self.folder / f"{name}.log"
+        with log.open("w") as sink:
+            done = subprocess.run(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, cwd="/")
+        assert done.returncode == 0, log.read_text()
+
+    def stop(self) -> None:
+        for pid in processes_of(self.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        leave_nothing(self.mark)
+
+
+@pytest.fixture(scope="module")
+def raylets() -> Iterator[Raylets]:
+    """Two nodes, of two logical GPUs and of one. (Not in pytest's folder: sockets need short names.)"""
+    with tempfile.TemporaryDirectory(prefix="logra-") as folder:
+        started = Raylets(Path(folder))
+        try:
+            started.start_head("first", gpus=2)
+            started.add("second")
+            yield started
+        finally:
+            started.stop()
+
+
+def places(raylets: Raylets, finished: Finished) -> dict[str, list[str]]:
+    """Of each actor class of ours, on which nodes its actors were."""
+    from ray.util.state import list_actors, list_nodes
+
+    names = {node.node_id: node.node_name for node in list_nodes(address=raylets.dashboard)}
+    found: dict[str, list[str]] = {}
+    for actor in list_actors(address=raylets.dashboard, detail=True):
+        if str(actor.pid) in {pid for _, pid in finished.roles()}:
+            found.setdefault(actor.class_name, []).append(names[actor.node_id])
+    return found
+
+
+def test_a_job_trains_over_both_nodes(raylets, tiny_model, tmp_path):
+    """Through `ray job submit`, with a runtime environment that names what OpenRLHF's and ours do too."""
+    work, hooked = tmp_path / "work", tmp_path / "hooked"
+    work.mkdir()
+    hooked.mkdir()
+    (work / "job_hook.py").write_text(JOB_HOOK)
+    variables = {"NCCL_DEBUG": "INFO", "HOOKED": str(hooked), "RAY_DEDUP_LOGS": "0"}
+    job = {"working_dir": str(work), "worker_process_setup_hook": "job_hook.setup", "env_vars": variables}
+    submit = [RAY, "job", "submit", "--address", raylets.dashboard, "--runtime-env-json", json.dumps(job), "--"]
+    flags = [*stock_flags(tiny_model, tmp_path, ranks=1, steps=2, **{"--actor.num_nodes": 2}), *LOGRA_FLAGS]
+    finished = run(flags, tmp_path, program=[*submit, sys.executable, "-m", "openrlhf.cli.train_ppo_ray"])
+    assert finished.code == 0, finished.output[-5000:]
+
+    assert [step.version for step in finished.steps] == [2, 4]
+    assert all(step.digest and "sync factor" in step.line for step in finished.steps)
+    assert finished.steps[-1].digest == digest_of_checkpoint(tmp_path / "model")
+
+    where = places(raylets, finished)
+    assert sorted(where["LograPolicyModelActor"]) == ["first", "second"], where
+    assert len(where["LograRolloutRayActor"]) == 1
+
+    roles = [role for role, _ in finished.roles()]
+    assert sorted(roles) == sorted(["driver", *["trainer actor"] * 2, "rollout actor", *["vLLM process"] * 2])
+    actors = {pid for role, pid in finished.roles() if role in ("trainer actor", "rollout actor")}
+    values = {path.name: path.read_text() for path in hooked.iterdir()}
+    assert actors <= set(values) and set(values.values()) == {"INFO"}
+
+
+def test_nodes_that_cannot_run_it_are_named(raylets, tiny_model, tmp_path):
+    """One without the package, one with another release of it: one line, before any model is loaded. The driver finds
+    the cluster as one does where `ray start` was run, without RAY_ADDRESS."""
+    for name in ("without", "older"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "without" / "openrlhf_logra.py").write_text("raise ModuleNotFoundError('No such package')\n")
+    copy = tmp_path / "older" / "openrlhf_logra"
+    shutil.copytree(Path(openrlhf_logra.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    init = copy / "__init__.py"
+    init.write_text(init.read_text().replace(openrlhf_logra.__version__, "0.0.9"))
+    raylets.add("without", path=tmp_path / "without")
+    raylets.add("older", path=tmp_path / "older")
+
+    flags = [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS]
+    program = ["env", f"RAY_TMPDIR={raylets.folder}", sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
+    finished = run(flags, tmp_path, program=program)
+    assert finished.code == 2, finished.output[-5000:]
+    (line,) = [line for line in finished.output.splitlines() if line.startswith("openrlhf_logra: error: ")]
+    first, second = sorted(line.partition("error: ")[2].split("; node "), key=lambda text: "older" in text)
+    assert " without cannot start a worker" in first and nodes.INSTALL in first
+    assert " older has openrlhf_logra 0.0.9" in second and "docs/cluster.md" in second
+    assert [role for role, _ in finished.roles()] == ["driver"]
