@@ -181,6 +181,20 @@ def test_a_ray_worker_waits_for_every_gather():
     assert done.stdout.splitlines()[-1] == "True", done.stderr[-2000:]
 
 
+def test_whether_ray_init_joins_a_cluster(monkeypatch, tmp_path):
+    """What plugin.py asks Ray: logical GPUs may be given only where `ray.init` starts Ray itself."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert canonicalize_bootstrap_address(None) is None
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("10.0.0.7:6379")  # what `ray start` leaves
+    assert canonicalize_bootstrap_address(None) == "10.0.0.7:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert canonicalize_bootstrap_address(None) is None
+
+
 def test_extra_plugin_registration_is_idempotent(monkeypatch):
     """vLLM loads plugins several times: applied three times, registered once (cases.md, Plugin mechanics)."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory

@@ -36,7 +36,9 @@ class Raylets:
     """Ray nodes with ports and a folder of their own, apart from any other Ray on this machine."""
 
     def __init__(self, folder: Path):
-        self.folder, self.mark, self.dashboard = folder, uuid.uuid4().hex, f"http://127.0.0.1:{quiet_port()}"
+        self.folder = folder / "ray"  # where Ray looks for a cluster if RAY_TMPDIR is the given one
+        self.folder.mkdir()
+        self.mark, self.dashboard = uuid.uuid4().hex, f"http://127.0.0.1:{quiet_port()}"
 
     def start_head(self, name: str, gpus: int) -> None:
         dashboard = self.dashboard.rpartition(":")[2]
@@ -143,7 +145,7 @@ def test_nodes_that_cannot_run_it_are_named(raylets, tiny_model, tmp_path):
     raylets.add("older", path=tmp_path / "older")
 
     flags = [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS]
-    program = ["env", f"RAY_TMPDIR={raylets.folder}", sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
+    program = ["env", f"RAY_TMPDIR={raylets.folder.parent}", sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
     finished = run(flags, tmp_path, program=program)
     assert finished.code == 2, finished.output[-5000:]
     (line,) = [line for line in finished.output.splitlines() if line.startswith("openrlhf_logra: error: ")]
