@@ -30,6 +30,8 @@ def as_ray_init(ours: dict) -> dict | None:
 @pytest.mark.parametrize("job", JOBS.values(), ids=list(JOBS))
 def test_whatever_the_job_names_is_merged(job, monkeypatch):
     monkeypatch.setenv(runtime_env.JOB, json.dumps({"runtime_env": job, "metadata": {"job_name": "x"}}))
+    ours = {"env_vars": {**OPENRLHF["env_vars"], "OURS": "processed"}, runtime_env.HOOK: runtime_env.OUR_HOOK}
+    assert (as_ray_init(ours) is None) == bool(job), "what this is about: Ray refuses the two together"
     merged = as_ray_init(runtime_env.extended(OPENRLHF, {"OURS": "processed"}))
     variables = merged.pop("env_vars")
     assert variables.pop(runtime_env.JOB_HOOK, None) == job.get("worker_process_setup_hook")
