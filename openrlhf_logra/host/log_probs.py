@@ -23,8 +23,15 @@ def mode(args: SimpleNamespace) -> str | None:
     what top-p has left; raw ones are at temperature 1."""
     if args.rollout.top_p == 1:
         return PROCESSED
-    corrects = args.algo.advantage.is_correction_level != "off"  # by the processed ones: the user's recipe
-    return RAW if args.rollout.temperature == 1 and not corrects else None
+    # The host's correction takes the processed ones: the user's recipe.
+    return RAW if args.rollout.temperature == 1 and not _host_corrects(args) else None
+
+
+def _host_corrects(args: SimpleNamespace) -> bool:
+    advantage = args.algo.advantage
+    if hasattr(advantage, "is_correction_level"):
+        return advantage.is_correction_level != "off"
+    return advantage.is_correction_enable  # before OpenRLHF 0.11.2
 
 
 def use(args: SimpleNamespace, config: LograConfig) -> bool:

@@ -1,7 +1,7 @@
 """Our subclasses of OpenRLHF's Ray actors: how they are made, and how a process says that it holds one.
 
-Written against OpenRLHF 0.11.2. Each subclass overrides only what differs. The classes are undecorated, so that Ray
-pickles them by reference and every worker imports their module; the driver decorates them (host/plugin.py).
+Written against OpenRLHF 0.11.0 to 0.11.2. Each subclass overrides only what differs. The classes are undecorated, so
+that Ray pickles them by reference and every worker imports their module; the driver decorates them (host/plugin.py).
 """
 
 import os

