@@ -1,8 +1,9 @@
 """Activation: from `--logra.` on the command line to a host that trains with LoGRA (spec section 9).
 
-The `.pth` line imports this module at interpreter start, only when an argument starts with `--logra.`. It watches for
-the import of `openrlhf`; then, in order: the version gate, the CPU stand-ins, and the one parser of the stock module,
-whose `parse_args` adds our flags, checks everything that can be checked before Ray starts, and installs the plugin.
+The `.pth` line imports this module at interpreter start, only when an argument starts with `--logra.`; a patched fork
+does so in its first lines (patches/). It watches for the import of `openrlhf`; then, in order: the version gate, the
+CPU stand-ins, and the one parser of the stock module, whose `parse_args` adds our flags, checks everything that can be
+checked before Ray starts, and installs the plugin.
 """
 
 import argparse

@@ -4,7 +4,10 @@ What is used is read off the plugin's own sources where they say it, and listed 
 """
 
 import ast
+import hashlib
 import re
+import shutil
+import subprocess
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -325,3 +328,40 @@ def test_a_correction_by_the_host_is_seen(parser):
     on = ["--algo.advantage.is_correction_enable"] if old else ["--algo.advantage.is_correction_level", "seq"]
     assert log_probs.mode(hierarchize(parser.parse_args(["--rollout.top_p", "0.9", *on]))) is None
     assert log_probs.mode(hierarchize(parser.parse_args(["--rollout.top_p", "0.9"]))) == log_probs.RAW
+
+
+# ---- patches --------------------------------------------------------------------------------------------------------
+
+PATCHES = ROOT / "patches"
+TOOLS = {"git": ["git", "apply", "--unidiff-zero"], "patch": ["patch", "-p1", "-s", "-i"]}
+
+
+def blob(content: bytes) -> str:
+    """Git's name of a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def test_there_is_a_patch_for_every_release():
+    assert {path.name for path in PATCHES.glob("*.patch")} == {f"openrlhf-{release}.patch" for release in SUPPORTED}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_patch(release, tool, tmp_path):
+    """Made for this very file, it puts a few lines in front of everything and touches nothing else."""
+    if not shutil.which(TOOLS[tool][0]):
+        pytest.skip(f"this machine has no {TOOLS[tool][0]}")
+    stock = release.file(MAIN).read_bytes()
+    number = next(n for n in SUPPORTED if blob(stock).startswith(_from_blob(n)))
+    file = tmp_path / release.file(MAIN).relative_to(release.root)
+    file.parent.mkdir(parents=True)
+    shutil.copy(release.file(MAIN), file)
+    subprocess.run([*TOOLS[tool], str(PATCHES / f"openrlhf-{number}.patch")], cwd=tmp_path, check=True)
+    patched = file.read_bytes()
+    assert patched.endswith(stock) and len(patched) < len(stock) + 250
+    added = ast.parse(patched.removesuffix(stock))
+    assert [type(node) for node in added.body] == [ast.Import, ast.If]
+
+
+def _from_blob(number: str) -> str:
+    text = (PATCHES / f"openrlhf-{number}.patch").read_text()
+    return re.search(r"^index ([0-9a-f]{7,})\.\.", text, re.MULTILINE)[1]
