@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 _COMMON = {
     "vocab_size": 99,  # divides by nothing: vLLM pads it, and splits it unevenly
@@ -87,7 +88,13 @@ def make_vision_language_model(path: Path) -> Path:
         image_seq_length=4,
         tie_word_embeddings=False,
     )
-    return _save_model(path, transformers.LlavaForConditionalGeneration, config)
+    _save_model(path, transformers.LlavaForConditionalGeneration, config)
+    weights = load_file(path / "model.safetensors")
+    # The published models' names, which vLLM wants; transformers reads both and writes its own.
+    tower = "vision_tower."
+    named = {name.replace(tower, f"{tower}vision_model."): value for name, value in weights.items()}
+    save_file(named, path / "model.safetensors", {"format": "pt"})
+    return Path(path)
 
 
 IMAGE = "<image>"

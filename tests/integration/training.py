@@ -116,18 +116,19 @@ def marked_environment() -> tuple[str, dict[str, str]]:
 def ray_job(gpus: int, working_dir: Path | None = None) -> Iterator[list[str]]:
     """The program that submits to a Ray of its own, with that many logical GPUs; Ray ends with the context."""
     mark, environment = marked_environment()
-    port, dashboard = quiet_port(), quiet_port()
+    environment["RAY_DASHBOARD_STARTUP_TIMEOUT_S"] = "240"  # on a busy machine
+    ports = {name: quiet_port() for name in ("port", "dashboard-port", "ray-client-server-port")}
     ray = str(Path(sys.executable).with_name("ray"))
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # short: Ray's sockets are in it
         log = Path(folder) / "head.log"
         command = [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}/ray"]
-        command += [f"--port={port}", f"--dashboard-port={dashboard}", "--ray-client-server-port=0"]
-        command += ["--dashboard-agent-listen-port=0", f"--num-gpus={gpus}", f"--num-cpus={gpus + 2}"]
+        command += [f"--num-gpus={gpus}", f"--num-cpus={gpus + 2}", "--dashboard-agent-listen-port=0"]
+        command += ["--min-worker-port=0", "--max-worker-port=0", *(f"--{name}={ports[name]}" for name in ports)]
         with log.open("w") as sink:
             head = subprocess.Popen(
                 command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
             )
-        address = f"http://127.0.0.1:{dashboard}"
+        address = f"http://127.0.0.1:{ports['dashboard-port']}"
         submit = [ray, "job", "submit", f"--address={address}"]
         if working_dir is not None:
             submit.append(f"--runtime-env-json={json.dumps({'working_dir': str(working_dir)})}")
@@ -140,7 +141,7 @@ def ray_job(gpus: int, working_dir: Path | None = None) -> Iterator[list[str]]:
             leave_nothing(mark)
 
 
-def _wait_for_dashboard(url: str, head: subprocess.Popen, log: Path, seconds: float = 60) -> None:
+def _wait_for_dashboard(url: str, head: subprocess.Popen, log: Path, seconds: float = 240) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and head.poll() is None:
         try:
