@@ -90,11 +90,23 @@ def make_vision_language_model(path: Path) -> Path:
     )
     _save_model(path, transformers.LlavaForConditionalGeneration, config)
     weights = load_file(path / "model.safetensors")
+    _never_say(weights, tokenizer.image_token_id)
     # The published models' names, which vLLM wants; transformers reads both and writes its own.
     tower = "vision_tower."
     named = {name.replace(tower, f"{tower}vision_model."): value for name, value in weights.items()}
     save_file(named, path / "model.safetensors", {"format": "pt"})
     return Path(path)
+
+
+def _never_say(weights: dict[str, torch.Tensor], token: int) -> None:
+    """Give a language model a constant in its hidden state, which keeps one token's logit far below the others."""
+    for name, weight in weights.items():
+        if name.endswith("embed_tokens.weight"):
+            weight[:, 0] = 1
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[0] = 0
+        elif name.endswith("lm_head.weight"):
+            weight[token, 0] = -20
 
 
 IMAGE = "<image>"

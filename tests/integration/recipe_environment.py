@@ -21,7 +21,8 @@ def reward_func(queries, prompts, labels):
 class AgentInstance(AgentInstanceBase):
     """Asks again once."""
 
-    turns = 0
+    def __init__(self, *args, **kwargs):
+        self.turns = 0
 
     async def reset(self, states: dict, **kwargs):
         return states

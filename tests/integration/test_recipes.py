@@ -2,13 +2,15 @@
 
 import json
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import FULL
 from models import make_architecture, make_reward_model, make_vision_language_model
-from training import LOGRA_FLAGS, check_flags, digest_of_checkpoint, ray_job, run
+from raylets import Raylets
+from training import LOGRA_FLAGS, Finished, check_flags, digest_of_checkpoint, run
 
 from recipes import (
     CORRECTIONS,
@@ -117,18 +119,31 @@ def test_corrections_mean_what_they_meant():
         torch.testing.assert_close(found, -weights[kind].mean())
 
 
+def run_as_job(flags: list[str], folder: Path, working_dir: bool) -> Finished:
+    """Run by `ray job submit`, on one node."""
+    options = [f"--runtime-env-json={json.dumps({'working_dir': str(folder)})}"] if working_dir else []
+    with tempfile.TemporaryDirectory(prefix="logra-") as short:  # sockets need short names
+        raylets = Raylets(Path(short))
+        try:
+            raylets.start_head("only", gpus=8)
+            program = raylets.submit(*options) + ["python3", "-m", "openrlhf.cli.train_ppo_ray"]
+            return run(flags, folder, timeout=900, program=program)
+        finally:
+            raylets.stop()
+
+
 @pytest.mark.parametrize("name", SHIPPED if FULL else STANDARD)
-def test_two_rollouts(name, tmp_path):
+def test_two_rollouts(name, tmp_path, monkeypatch):
     """Every sync verified; the saved checkpoint is what the engines hold."""
     recipe = RECIPES[name]
     flags = [*command(name, places_of(name, tmp_path)), *LOGRA_FLAGS]
     run_folder = tmp_path / "run"
     run_folder.mkdir()
+    monkeypatch.setenv("WANDB_MODE", "offline")
     if recipe.launch == "python":
         finished = run(flags, run_folder, timeout=900)
     else:
-        with ray_job(8, run_folder if recipe.working_dir else None) as program:
-            finished = run(flags, run_folder, timeout=900, program=program)
+        finished = run_as_job(flags, run_folder, recipe.working_dir)
     assert finished.code == 0, finished.output[-5000:]
     lines = [step.line for step in finished.steps]
     updates = updates_per_sync(parse(SHIPPED[name]))

@@ -7,19 +7,14 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from openrlhf_logra.config import from_flat
-from openrlhf_logra.host.cpu import quiet_port
 from openrlhf_logra.math.digest import as_matrix, digest_block
 
 HERE = Path(__file__).parent
@@ -103,58 +98,11 @@ _STEP = re.compile(
 )
 
 
-def marked_environment() -> tuple[str, dict[str, str]]:
-    """A mark of a run, and the environment that gives it to all its processes."""
-    mark = uuid.uuid4().hex
-    environment = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200"}
-    environment.update(WANDB_MODE="offline", WANDB_SILENT="true")
-    environment.pop("RAY_ADDRESS", None)
-    return mark, environment
-
-
-@contextmanager
-def ray_job(gpus: int, working_dir: Path | None = None) -> Iterator[list[str]]:
-    """The program that submits to a Ray of its own, with that many logical GPUs; Ray ends with the context."""
-    mark, environment = marked_environment()
-    environment["RAY_DASHBOARD_STARTUP_TIMEOUT_S"] = "240"  # on a busy machine
-    ports = {name: quiet_port() for name in ("port", "dashboard-port", "ray-client-server-port")}
-    ray = str(Path(sys.executable).with_name("ray"))
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # short: Ray's sockets are in it
-        log = Path(folder) / "head.log"
-        command = [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}/ray"]
-        command += [f"--num-gpus={gpus}", f"--num-cpus={gpus + 2}", "--dashboard-agent-listen-port=0"]
-        command += ["--min-worker-port=0", "--max-worker-port=0", *(f"--{name}={ports[name]}" for name in ports)]
-        with log.open("w") as sink:
-            head = subprocess.Popen(
-                command, env=environment, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
-            )
-        address = f"http://127.0.0.1:{ports['dashboard-port']}"
-        submit = [ray, "job", "submit", f"--address={address}"]
-        if working_dir is not None:
-            submit.append(f"--runtime-env-json={json.dumps({'working_dir': str(working_dir)})}")
-        try:
-            _wait_for_dashboard(f"{address}/api/version", head, log)
-            yield [*submit, "--", "python3", "-m", "openrlhf.cli.train_ppo_ray"]
-        finally:
-            head.terminate()
-            head.wait(60)
-            leave_nothing(mark)
-
-
-def _wait_for_dashboard(url: str, head: subprocess.Popen, log: Path, seconds: float = 240) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and head.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.5)
-    raise RuntimeError(f"Ray did not start: {log.read_text()[-3000:]}")
-
-
 def start(flags: list[str], folder: Path, program: list[str] | None = None) -> tuple[subprocess.Popen, Path, str]:
     """Start a run in its own session; returns process, log file and the mark that all its processes carry."""
-    mark, environment = marked_environment()
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "COLUMNS": "200"}
+    environment.pop("RAY_ADDRESS", None)
     log = folder / "train.log"
     command = [*(program or [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]), *flags]
     with log.open("w") as sink:
