@@ -49,4 +49,7 @@ class AgentExecutor(MultiTurnAgentExecutor):
     async def execute(self, *args, sampling_params, **kwargs):
         sampling_params = deepcopy(sampling_params)
         sampling_params.stop_token_ids = list(range(3, 28))
+        sampling_params.min_tokens = (
+            0  # which keeps these from coming first, and the log-probabilities from the policy's
+        )
         return await super().execute(*args, sampling_params=sampling_params, **kwargs)
