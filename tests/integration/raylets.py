@@ -24,21 +24,28 @@ class Raylets:
         self.folder.mkdir()
         self.mark, self.dashboard = uuid.uuid4().hex, f"http://127.0.0.1:{quiet_port()}"
 
-    def start_head(self, name: str, gpus: int) -> None:
+    def start_head(self, name: str, gpus: int, cpus: int = 4) -> None:
         dashboard = self.dashboard.rpartition(":")[2]
         ports = [f"--port={quiet_port()}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={quiet_port()}"]
-        self._start(name, "--head", *ports, f"--num-gpus={gpus}")
+        self._start(name, "--head", *ports, f"--num-gpus={gpus}", f"--num-cpus={cpus}")
 
     def add(self, name: str, gpus: int = 1, path: Path | None = None) -> None:
         """Start a node; with `path`, packages there come before what is installed."""
         address = (self.folder / "ray_current_cluster").read_text().strip()
         # One log monitor reads the logs of all: they share the folder.
-        self._start(name, f"--address={address}", f"--num-gpus={gpus}", "--include-log-monitor=false", path=path)
+        self._start(
+            name,
+            f"--address={address}",
+            f"--num-gpus={gpus}",
+            "--num-cpus=4",
+            "--include-log-monitor=false",
+            path=path,
+        )
 
     def _start(self, name: str, *options: str, path: Path | None = None) -> None:
         agent = f"--dashboard-agent-listen-port={quiet_port()}"
         # Worker ports: two nodes cannot share a range.
-        shared = [f"--node-name={name}", "--num-cpus=10", "--min-worker-port=0", "--max-worker-port=0", agent]
+        shared = [f"--node-name={name}", "--min-worker-port=0", "--max-worker-port=0", agent]
         environment = {
             **os.environ,
             MARK: self.mark,
@@ -58,7 +65,7 @@ class Raylets:
 
     def submit(self, *options: str) -> list[str]:
         """The command that runs what follows as a job."""
-        return [RAY, "job", "submit", f"--address={self.dashboard}", *options, "--"]
+        return [RAY, "job", "submit", "--address", self.dashboard, *options, "--"]
 
     def stop(self) -> None:
         for pid in processes_of(self.mark):

@@ -1,26 +1,18 @@
 """Several Ray nodes on one machine: a job submitted to them trains over both, and a node that cannot is named."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from training import LOGRA_FLAGS, MARK, Finished, digest_of_checkpoint, leave_nothing, processes_of, run, stock_flags
+from raylets import Raylets
+from training import LOGRA_FLAGS, Finished, digest_of_checkpoint, run, stock_flags
 
 import openrlhf_logra
 from openrlhf_logra.host import nodes
-from openrlhf_logra.host.cpu import quiet_port
-
-RAY = str(Path(sys.executable).with_name("ray"))
-START_SECONDS = 240
 
 # A job's hook, which says in which processes it ran and what the job's variable was there.
 JOB_HOOK = """
@@ -30,52 +22,6 @@ def setup():
     with open(os.path.join(os.environ["HOOKED"], str(os.getpid())), "w") as file:
         file.write(os.environ["NCCL_DEBUG"])
 """
-
-
-class Raylets:
-    """Ray nodes with ports and a folder of their own, apart from any other Ray on this machine."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder / "ray"  # where Ray looks for a cluster if RAY_TMPDIR is the given one
-        self.folder.mkdir()
-        self.mark, self.dashboard = uuid.uuid4().hex, f"http://127.0.0.1:{quiet_port()}"
-
-    def start_head(self, name: str, gpus: int) -> None:
-        dashboard = self.dashboard.rpartition(":")[2]
-        ports = [f"--port={quiet_port()}", f"--dashboard-port={dashboard}", f"--ray-client-server-port={quiet_port()}"]
-        self._start(name, "--head", *ports, f"--num-gpus={gpus}")
-
-    def add(self, name: str, gpus: int = 1, path: Path | None = None) -> None:
-        """Start a node; with `path`, packages there come before what is installed."""
-        address = (self.folder / "ray_current_cluster").read_text().strip()
-        # One log monitor reads the logs of all: they share the folder.
-        self._start(name, f"--address={address}", f"--num-gpus={gpus}", "--include-log-monitor=false", path=path)
-
-    def _start(self, name: str, *options: str, path: Path | None = None) -> None:
-        agent = f"--dashboard-agent-listen-port={quiet_port()}"
-        # Worker ports: two nodes cannot share a range.
-        shared = [f"--node-name={name}", "--num-cpus=4", "--min-worker-port=0", "--max-worker-port=0", agent]
-        environment = {
-            **os.environ,
-            MARK: self.mark,
-            "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(START_SECONDS),
-            "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": str(START_SECONDS),
-            "HF_HUB_OFFLINE": "1",
-        }
-        environment.pop("RAY_ADDRESS", None)
-        if path is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), os.environ.get("PYTHONPATH"))))
-        command = [RAY, "start", f"--temp-dir={self.folder}", *shared, *options]
-        log = self.folder / f"{name}.log"
-        with log.open("w") as sink:
-            done = subprocess.run(command, env=environment, stdout=sink, stderr=subprocess.STDOUT, cwd="/")
-        assert done.returncode == 0, log.read_text()
-
-    def stop(self) -> None:
-        for pid in processes_of(self.mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        leave_nothing(self.mark)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +57,7 @@ def test_a_job_trains_over_both_nodes(raylets, tiny_model, tmp_path):
     (work / "job_hook.py").write_text(JOB_HOOK)
     variables = {"NCCL_DEBUG": "INFO", "HOOKED": str(hooked), "RAY_DEDUP_LOGS": "0"}
     job = {"working_dir": str(work), "worker_process_setup_hook": "job_hook.setup", "env_vars": variables}
-    submit = [RAY, "job", "submit", "--address", raylets.dashboard, "--runtime-env-json", json.dumps(job), "--"]
+    submit = raylets.submit("--runtime-env-json", json.dumps(job))
     flags = [*stock_flags(tiny_model, tmp_path, ranks=1, steps=2, **{"--actor.num_nodes": 2}), *LOGRA_FLAGS]
     finished = run(flags, tmp_path, program=[*submit, sys.executable, "-m", "openrlhf.cli.train_ppo_ray"])
     assert finished.code == 0, finished.output[-5000:]

@@ -125,7 +125,7 @@ def run_as_job(flags: list[str], folder: Path, working_dir: bool) -> Finished:
     with tempfile.TemporaryDirectory(prefix="logra-") as short:  # sockets need short names
         raylets = Raylets(Path(short))
         try:
-            raylets.start_head("only", gpus=8)
+            raylets.start_head("only", gpus=8, cpus=10)
             program = raylets.submit(*options) + ["python3", "-m", "openrlhf.cli.train_ppo_ray"]
             return run(flags, folder, timeout=900, program=program)
         finally:
