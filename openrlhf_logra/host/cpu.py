@@ -40,6 +40,7 @@ def install() -> None:
     multiply_in_float32()
     after_import("deepspeed", _wait_for_every_gather)
     after_import("deepspeed", _offload_states_of_adamw)
+    after_import("deepspeed", _compile_nothing)
     after_import("transformers.modeling_utils", cpu_attention.install)
 
 
@@ -194,6 +195,14 @@ def _wait_for_every_gather() -> None:
         return handle
 
     comm.all_gather_into_tensor = blocking
+
+
+def _compile_nothing() -> None:
+    """DeepSpeed's process group begins by compiling an all-reduce for inference, which nothing here calls: a minute of
+    a core, once for every folder that it is installed in."""
+    import deepspeed.comm.torch as backend
+
+    backend.build_shm_op = lambda: None
 
 
 def _offload_states_of_adamw() -> None:

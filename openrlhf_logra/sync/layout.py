@@ -15,6 +15,7 @@ from torch import nn
 from ..math.digest import as_matrix, matrix_shape
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Block:
 
 
 def discover_layout(
-    model: nn.Module, shapes: dict[str, tuple[int, ...]], load_weights: LoadWeights
+    model: nn.Module, shapes: Shapes, load_weights: LoadWeights
 ) -> tuple[dict[str, list[Block]], dict[str, str]]:
     """Learn the layout of a loaded model; its weights are left as they are, at the same addresses.
 
@@ -57,8 +58,10 @@ def discover_layout(
     parameters = dict(model.named_parameters())
     learnt: dict[object, dict[str, list[Block]]] = {}
     # Layer by layer, so that scratch and index tensors are the size of one layer and not of the model.
-    for layer in dict.fromkeys(_layer(name) for name in shapes):
-        group = {name: shape for name, shape in shapes.items() if _layer(name) == layer}
+    groups = _split(shapes, _layer)
+    while groups:
+        group = groups.pop(0)
+        layer = _layer(next(iter(group)))
         # Layers alike are learnt once: a minute for a large model instead of an hour. Digests at first contact tell
         # whether each really is.
         kind = frozenset((_with_layer(name, "*"), tuple(shape)) for name, shape in group.items())
@@ -68,6 +71,10 @@ def discover_layout(
         try:
             found = _discover_group(model, layer, group, load_weights)
         except Exception as error:  # a loader that cannot take a part of the checkpoint, or writes to another layer
+            parts = _split(group, _module)
+            if len(parts) > 1:  # names that it does not know must not take others with them
+                groups[:0] = parts
+                continue
             unknown.update(dict.fromkeys(group, f"the loader failed: {type(error).__name__}: {error}"))
             continue
         layout.update(found)
@@ -75,6 +82,20 @@ def discover_layout(
             learnt[kind] = found
         unknown.update({name: "not found in whole rows of a bf16 parameter" for name in group if name not in found})
     return layout, unknown
+
+
+def _split(shapes: Shapes, key: Callable[[str], str | None]) -> list[Shapes]:
+    """The names in groups of one key each, in order."""
+    groups: dict[str | None, Shapes] = {}
+    for name, shape in shapes.items():
+        groups.setdefault(key(name), {})[name] = shape
+    return list(groups.values())
+
+
+def _module(name: str) -> str:
+    """What is in front of the outermost number, or of the last dot where there is none."""
+    layer = _layer(name)
+    return name.rpartition(".")[0] if layer is None else name.split(f".{layer}.")[0]
 
 
 def _layer(name: str) -> str | None:
@@ -109,7 +130,7 @@ def _copy(
 
 
 def _discover_group(
-    model: nn.Module, layer: str | None, shapes: dict[str, tuple[int, ...]], load_weights: LoadWeights
+    model: nn.Module, layer: str | None, shapes: Shapes, load_weights: LoadWeights
 ) -> dict[str, list[Block]]:
     offsets, total = {}, 1  # 0 is what loaders write into padding
     for name, shape in shapes.items():
@@ -156,7 +177,7 @@ def _scratch_parameters(model: nn.Module, layer: str | None) -> Iterator[dict[st
 
 
 def _blocks_of(
-    runtime_name: str, scratch: torch.Tensor, shapes: dict[str, tuple[int, ...]], offsets: dict[str, int]
+    runtime_name: str, scratch: torch.Tensor, shapes: Shapes, offsets: dict[str, int]
 ) -> tuple[list[tuple[str, Block]], set[str]]:
     """Runs of rows in one runtime parameter, and the names that sit in it in any other arrangement."""
     names = list(shapes)

@@ -288,10 +288,13 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                     unknown[name] = "the workers' blocks do not cover it"
         new = {name: reason for name, reason in self._unknown.items() if name not in known}
         if new:
+            reasons: dict[str, list[str]] = {}
+            for name, reason in new.items():
+                reasons.setdefault(reason, []).append(name)
             print(
                 f"[logra] the place of {len(new)} parameters in the rollout engine could not be learnt; "
                 "they are sent whole when they change, and not verified: "
-                + "; ".join(f"{name} ({reason})" for name, reason in new.items()),
+                + "; ".join(f"{', '.join(names)} ({reason})" for reason, names in reasons.items()),
                 flush=True,
             )
 

@@ -56,3 +56,21 @@ def test_a_layer_of_another_shape_is_learnt_by_itself():
     del shapes["layers.1.k.weight"]
     layout, unknown = discover_layout(model, shapes, model.load_weights)
     assert model.loaded == 3 and not unknown and layout["layers.1.q.weight"][0].rows == WIDTH
+
+
+def test_a_tower_that_the_loader_does_not_know_takes_nothing_with_it():
+    """Its layers have the same numbers as the others; one of its parameters stands beside theirs without a number."""
+    model = Stack([torch.bfloat16] * 3)
+    model.head = nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16), requires_grad=False)
+    layers = model.load_weights
+
+    def load_weights(weights):
+        for name, value in weights:
+            if name.startswith("tower"):
+                raise ValueError(f"no parameter {name}")
+            model.head.data.copy_(value) if name == "head.weight" else layers([(name, value)])
+
+    tower = {f"tower.{name}": shape for name, shape in names(2).items()} | {"tower.patches.weight": (WIDTH, WIDTH)}
+    layout, unknown = discover_layout(model, {**tower, **names(3), "head.weight": (WIDTH, WIDTH)}, load_weights)
+    assert layout.keys() == {*names(3), "head.weight"} and model.loaded == 2
+    assert unknown.keys() == tower.keys() and all("no parameter tower" in reason for reason in unknown.values())
