@@ -4,6 +4,7 @@ OpenRLHF says `cuda` in a dozen places and imports flash_attn at module top; vLL
 so that they could not be patched in place. Where there is a GPU none of this is active.
 """
 
+import importlib
 import importlib.machinery
 import os
 import socket
@@ -199,10 +200,10 @@ def _wait_for_every_gather() -> None:
 
 def _compile_nothing() -> None:
     """DeepSpeed's process group begins by compiling an all-reduce for inference, which nothing here calls: a minute of
-    a core, once for every folder that it is installed in."""
-    import deepspeed.comm.torch as backend
-
-    backend.build_shm_op = lambda: None
+    a core for every folder it is installed in; and who is stopped meanwhile leaves a lock that all wait for, for ever.
+    """
+    # (As an attribute of its package the name is torch itself.)
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def _offload_states_of_adamw() -> None:
