@@ -66,7 +66,11 @@ class LograConfig:
         "update_ratio", 6e-5, "Proposed |step| / |W| over all targets, before the step size alpha scales it."
     )
     non_target: str = _flag(
-        "non_target", "freeze", "What happens to all other parameters: freeze keeps them.", choices=("freeze",)
+        "non_target",
+        "freeze",
+        "What happens to all other parameters: freeze keeps them, adamw trains them with OpenRLHF's own AdamW, by its "
+        "schedule.",
+        choices=("freeze", "adamw"),
     )
     rounding: str = _flag(
         "rounding", "stochastic", "How updated weights round to bf16; nearest is an ablation.", choices=ROUNDINGS

@@ -1,5 +1,6 @@
 """OpenRLHF's DeepSpeed strategy with LoGRA in it: where the policy is wrapped, stepped, saved and loaded."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from ..config import from_hierarchy
 from ..strategies import strategy_class
 from ..strategies.base import StepOutcome, Strategy
 from ..sync.trainer import digests_of
+from ..train import checkpoint, dense
 from ..train.buffers import restore_computed_buffers
 from ..train.callbacks import Callback, UpdateContext, load_callbacks
 from ..train.coverage import render
@@ -69,6 +71,11 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         return prepared
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of trainer state that this rank keeps: the strategy's, and DeepSpeed's of what it trains."""
+        return self.logra.state_bytes + (dense.state_bytes(self._policy_engine) if self.logra.dense else 0)
+
+    @property
     def kl_control(self) -> KLControl | None:
         """The controller of alpha, where there is one."""
         return self.callbacks.get(_KL_CONTROL)
@@ -83,28 +90,37 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         engine = model.model if isinstance(model, Actor) else model
         if self.logra is None or engine is not self._policy_engine:
             return super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
-        boundary = engine.is_gradient_accumulation_boundary()
-        alpha = scheduler.get_last_lr()[0] / scheduler.base_lrs[0]
-        super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
-        if boundary:
-            self._logra_step(alpha)
+        stock_step = partial(super().optimizer_step, optimizer, model, scheduler, name=name, **kwargs)
+        if engine.is_gradient_accumulation_boundary():
+            self._logra_step(scheduler.get_last_lr()[0] / scheduler.base_lrs[0], stock_step)
+        else:
+            stock_step()
 
-    def _logra_step(self, alpha: float) -> None:
-        proposal = self.logra.propose(self._max_norm)
+    def _logra_step(self, alpha: float, stock_step: Callable[[], None]) -> None:
+        """One update. DeepSpeed's own part of it is not taken where ours is not, and clipped by the same factor."""
+        engine, shared = self._policy_engine, self.logra.sizes_steps and bool(self.logra.dense)
+        dense_norm = dense.gradient_norm(engine) if shared else 0.0
+        proposal = self.logra.propose(self._max_norm, dense_norm)
         context = UpdateContext(
             version=self.logra.version,
             proposal=proposal,
             alpha=alpha,
             batch=ProbeBatch(*(tuple(zip(*self.responses)) or ((), ())), self.args.rollout.temperature),
-            model=self._policy_engine.module,
-            device=self._policy_engine.device,
-            forward=partial(self._policy_engine, use_cache=False),
+            model=engine.module,
+            device=engine.device,
+            forward=partial(engine, use_cache=False),
             along=partial(self.logra.along, proposal),
         )
         if proposal.finite:
             for callback in self.callbacks.values():
                 callback.on_update(context)
         outcome = self.logra.commit(proposal, context.decided())
+        with contextlib.ExitStack() as stack:
+            if shared and outcome.skipped:
+                stack.enter_context(dense.dropping(engine))
+            elif shared and 0 < self._max_norm < proposal.grad_norm:
+                stack.enter_context(dense.clipping_at(engine, self._max_norm * dense_norm / proposal.grad_norm))
+            stock_step()
         context.outcome = replace(outcome, updates=())  # figures only: the updates are the sync's business
         for callback in self.callbacks.values():
             callback.on_step_end(context)
@@ -112,7 +128,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         self.outcomes.append(context.outcome)
         self.metrics.append(context.metrics)
         if outcome.skipped:
-            reason = context.held or f"the sketch is not finite (|S| = {outcome.sketch_norm})"
+            reason = context.held or f"gradients are not finite (|S| = {outcome.sketch_norm}, others {dense_norm})"
             self.print(f"[logra] update skipped: {reason}")
         else:
             self.push(outcome.updates, outcome.version)
@@ -133,9 +149,20 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             client_state = {**(client_state or {}), **ours}
         return super().save_ckpt(model, save_dir, tag, max_num, max_mem, client_state, **kwargs)
 
-    def load_ckpt(self, model, load_dir, *args, **kwargs):
-        path, states = super().load_ckpt(model, load_dir, *args, **kwargs)
-        if self.logra is not None and model is self._policy_engine and path is not None:
+    def load_ckpt(self, model, load_dir, tag=None, *args, **kwargs):
+        if self.logra is None or model is not self._policy_engine:
+            return super().load_ckpt(model, load_dir, tag, *args, **kwargs)
+        found = checkpoint.look_into(load_dir, tag)
+        difference = found and self._difference(found)
+        if difference:
+            self.print(
+                f"[logra] {found.folder / found.tag} {difference}: its weights are continued, the state of "
+                "DeepSpeed's optimizer begins anew"
+            )
+            path, states = str(found.folder), checkpoint.adopt(found, model, self.logra.parameters())
+        else:
+            path, states = super().load_ckpt(model, load_dir, tag, *args, **kwargs)
+        if path is not None:
             self.resumed = True
             if _CHECKPOINT_KEY in states:
                 self.logra.load_state_dict(states.pop(_CHECKPOINT_KEY))
@@ -144,3 +171,9 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
                 if name in self.callbacks:
                     self.callbacks[name].load_state_dict(state)
         return path, states
+
+    def _difference(self, found: checkpoint.Found) -> str | None:
+        """Why DeepSpeed cannot continue a checkpoint, or None."""
+        if _CHECKPOINT_KEY not in found.states and self.logra.sizes_steps:
+            return "was written without LoGRA"
+        return found.difference(self._policy_engine)

@@ -66,6 +66,16 @@ def _check_combinations(args: SimpleNamespace) -> None:
             "--train.enable_ema: OpenRLHF's moving average skips parameters without gradient, so that LoGRA's targets "
             "would stay at their first value; drop it",
         ),
+        (
+            args.ds.grad_accum_dtype == "fp32" and args.ds.zero_stage <= 1,
+            f"--ds.grad_accum_dtype fp32 with --ds.zero_stage {args.ds.zero_stage}: DeepSpeed's optimizer for this "
+            "does not step where gradients are zero; use ZeRO 2 or 3, or drop it (sketches are float32 anyway)",
+        ),
+        (
+            args.ds.use_universal_ckpt,
+            "--ds.use_universal_ckpt: DeepSpeed's universal checkpoints leave out parameters that its optimizer does "
+            "not train, LoGRA's targets among them; drop it (another number of ranks needs no conversion)",
+        ),
         (not args.vllm.num_engines, "--vllm.num_engines must be at least 1: LoGRA synchronises vLLM engines"),
         (
             args.actor.adam.lr <= 0,
@@ -115,7 +125,7 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
     if (
         controls_kl(config)
         and head is not None
-        and any(model.get_parameter(n) is head.weight for n in strategy.trained)
+        and any(model.get_parameter(n) is head.weight for n in set(strategy.trained) - set(strategy.dense))
     ):
         raise ConfigError(
             "--logra.target_modules: predicted-KL control measures the policy at the output head's input, so that it "

@@ -31,6 +31,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
                 verify_every=config.sync_verify_every,
                 log_dir=config.sync_log_dir,
                 trained=strategy.logra.trained,
+                dense=strategy.logra.dense,
                 base_digests=strategy.base_digests,
                 version=strategy.logra.version,
                 loaded_version=None if strategy.resumed else 0,
@@ -48,8 +49,11 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
         if backend == "nccl" and cpu.has_gpu() and not self.strategy.args.vllm.sync_with_ray:
             super()._init_vllm_sync_group(backend)
 
-    def training_step(self, experience, *args, **kwargs) -> dict:
+    def training_step(self, experience, kl_ctl, step, *args, **kwargs) -> dict:
         config, held = self.strategy.logra.config, self.strategy.responses
+        if self.args.train.dynamic_batch_enable:
+            # DeepSpeed takes every backward pass for an update's last; ZeRO 1 and 2 then keep its gradients alone.
+            self.actor.model.set_gradient_accumulation_boundary(bool(self.replay_buffer.dynamic_optimizer_step[step]))
         held += first_responses(
             experience.sequences,
             experience.attention_mask,
@@ -57,7 +61,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
             config.kl_probe_responses - len(held),
             config.kl_probe_max_tokens,
         )
-        return super().training_step(experience, *args, **kwargs)
+        return super().training_step(experience, kl_ctl, step, *args, **kwargs)
 
     def ppo_train(self, kl_ctl: float) -> dict:
         self.strategy.outcomes.clear()
@@ -100,10 +104,9 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
             "logra/skipped": float(len(outcomes) - len(applied)),
             "logra/version": float(outcomes[-1].version),
             "logra/dense_state_bytes": float(self.strategy.coverage.dense_adam),
+            "logra/state_bytes": float(self.strategy.state_bytes + self._sync.state_bytes),
             "timing/logra_update": sum(outcome.seconds for outcome in outcomes),
         }
-        if self.strategy.logra.state_bytes is not None:
-            metrics["logra/state_bytes"] = float(self.strategy.logra.state_bytes + self._sync.state_bytes)
         measured: dict[str, list[float]] = {}
         for name in ("alpha", "sketch_norm", "update_ratio"):
             values = [getattr(outcome, name) for outcome in applied if getattr(outcome, name) is not None]
@@ -133,7 +136,17 @@ class LograPolicyModelActor(plain(ppo_actor.PolicyModelActor)):
     def init_model_from_pretrained(self, *args, **kwargs):
         report_active("trainer actor")
         ppo_actor.ActorPPOTrainer = LograActorPPOTrainer
-        return super().init_model_from_pretrained(*args, **kwargs)
+        super().init_model_from_pretrained(*args, **kwargs)
+        if self.strategy.args.ds.enable_sleep:  # the stock method has put DeepSpeed to sleep
+            self.strategy.logra.move(torch.device("cpu"))
+
+    def offload_states(self) -> None:
+        super().offload_states()
+        self.strategy.logra.move(torch.device("cpu"))
+
+    def reload_states(self) -> None:
+        super().reload_states()
+        self.strategy.logra.move(self.actor.model.device)
 
     def sync_report(self) -> SyncReport | None:
         """What the last sync did."""

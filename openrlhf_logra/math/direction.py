@@ -152,6 +152,13 @@ def make_direction(config: DirectionConfig, rows: int, rank: int, device: torch.
     raise ValueError(f"optimizer {config.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
 
 
+def move(direction: Direction, device: torch.device | str) -> None:
+    """Keep the moments on another device."""
+    for name, value in vars(direction).items():
+        if isinstance(value, torch.Tensor):
+            setattr(direction, name, value.to(device))
+
+
 def state_bytes(optimizer: str, rows: int, rank: int) -> int:
     """Bytes of moments that `optimizer` keeps for a target of `rows` rows at rank `rank`."""
     return {"sgd": 0, "row_adam": 4 * rows, "adam": 8 * rows * rank}[optimizer]

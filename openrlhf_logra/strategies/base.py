@@ -21,7 +21,7 @@ class StepOutcome:
             or the step was held.
         version: number of updates applied so far, this one included.
         grad_norm: unbiased estimate of the global gradient norm, before clipping; None leaves DeepSpeed's own.
-        sketch_norm: the sketches' share of it.
+        sketch_norm: the sketches' share of it, sqrt(sum |S|^2).
         alpha: step size.
         update_ratio: |step| / |W| over all targets.
         seconds: time spent on proposing and committing.
@@ -43,7 +43,7 @@ class Proposal:
 
     Attributes:
         finite: whether it can be taken.
-        grad_norm: as in StepOutcome.
+        grad_norm, sketch_norm: as in StepOutcome.
         eta: so that |eta U A| over all targets is update_ratio |W|.
         ratio: |step| / |W| at alpha = 1.
         directions: U of each target, float32 [d, r], on every rank until the step is taken; empty where a strategy's
@@ -53,6 +53,7 @@ class Proposal:
 
     finite: bool
     grad_norm: float | None = None
+    sketch_norm: float | None = None
     eta: float = 0.0
     ratio: float = 0.0
     directions: tuple[torch.Tensor, ...] = ()
@@ -72,16 +73,18 @@ class Strategy:
 
     Attributes:
         trained: names of the parameters that training changes.
+        dense: those among them that the host's own optimizer trains.
         exact_updates: whether rollout engines can repeat `StepOutcome.updates` bit for bit.
         sizes_steps: whether `alpha` sizes the step; False where the host's own optimizer has taken it already.
         version: number of updates applied.
-        state_bytes: bytes of trainer state that this rank keeps, or None where DeepSpeed keeps it.
+        state_bytes: bytes of trainer state that this rank keeps, DeepSpeed's own apart.
     """
 
     trained: tuple[str, ...]
+    dense: tuple[str, ...]
     exact_updates: bool
     sizes_steps: bool
-    state_bytes: int | None
+    state_bytes: int
 
     def __init__(self, config: LograConfig, model: nn.Module):
         self.config = config
@@ -102,11 +105,15 @@ class Strategy:
     def bind(self, device: torch.device) -> None:
         """Allocate state on the trainer's device, once DeepSpeed has wrapped the model."""
 
-    def propose(self, max_norm: float) -> Proposal:
-        """Turn what backward left into one step, not yet taken. Called after DeepSpeed's own step; a collective.
+    def move(self, device: torch.device) -> None:
+        """Keep the state on another device until moved back, while the trainer sleeps."""
+
+    def propose(self, max_norm: float, dense_norm: float = 0.0) -> Proposal:
+        """Turn what backward left into one step, not yet taken. A collective.
 
         Args:
             max_norm: clips by one common factor when the global norm exceeds it; 0 does not clip.
+            dense_norm: norm of the gradients of `dense`, a part of the global norm.
         """
         raise NotImplementedError
 

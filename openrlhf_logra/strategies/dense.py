@@ -12,16 +12,17 @@ class DenseStrategy(Strategy):
 
     exact_updates = False
     sizes_steps = False
-    state_bytes = None
+    state_bytes = 0
 
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
-        self.trained = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self.dense = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        self.trained = self.dense
 
     def coverage(self) -> Coverage:
-        return measure(self._model, [], self.config, dense=self.trained)
+        return measure(self._model, [], self.config, dense=self.dense)
 
-    def propose(self, max_norm: float) -> Proposal:
+    def propose(self, max_norm: float, dense_norm: float = 0.0) -> Proposal:
         return Proposal(finite=True)
 
     def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:

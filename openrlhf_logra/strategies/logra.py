@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config import LograConfig
-from ..math.direction import Direction, make_direction, squared_norm_of_product, step_size
+from ..math.direction import Direction, make_direction, move, squared_norm_of_product, step_size
 from ..math.exact import Update, quantize
 from ..math.projection import Projection, projection_index
 from ..math.sketch import SketchSink, grad_anchor, side_linear, side_rate, sketch_linear
@@ -32,7 +32,8 @@ _LARGEST_NORM = 1e19  # beyond, squares overflow float32 and would poison the mo
 
 
 class LograStrategy(Strategy):
-    """Sketches in backward, one low-rank update at the boundary. Only the targets change."""
+    """Sketches in backward, one low-rank update of the targets at the boundary. Other parameters are frozen, or the
+    host's optimizer trains those that the model lets it (`--logra.non_target adamw`)."""
 
     sizes_steps = True
 
@@ -40,7 +41,10 @@ class LograStrategy(Strategy):
         super().__init__(config, model)
         self.targets = find_targets(model, config.target_modules)
         check_rank(config.rank, self.targets)
-        self.trained = tuple(target.name for target in self.targets)
+        sketched = tuple(target.name for target in self.targets)
+        others = [name for name, p in model.named_parameters() if p.requires_grad and name not in sketched]
+        self.dense = tuple(others) if config.non_target == "adamw" else ()
+        self.trained = sketched + self.dense
         self.exact_updates = config.distribution == "rademacher"
         self._cached = projection_cache_bytes(self.targets, config.rank) > 0
         self._projections: dict[str, torch.Tensor] = {}
@@ -49,14 +53,15 @@ class LograStrategy(Strategy):
     # ---- before DeepSpeed -------------------------------------------------------------------------------------------
 
     def coverage(self) -> Coverage:
-        return measure(self._model, self.targets, self.config)
+        return measure(self._model, self.targets, self.config, self.dense)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name: parameter for name, parameter in super().parameters().items() if not name.endswith(ANCHOR)}
 
     def attach(self) -> None:
-        """Freeze every parameter, sketch the targets, and give autograd its one trainable anchor."""
-        self._model.requires_grad_(False)
+        """Sketch the targets, freeze them and what is not trained, and give autograd its anchor."""
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(name in self.dense)
         self._sinks = [SketchSink(torch.empty(0)) for _ in self.targets]
         for index, target in enumerate(self.targets):
             target.module.forward = partial(self._forward, index)
@@ -81,7 +86,7 @@ class LograStrategy(Strategy):
             self._probed = None
 
     def _add_anchor(self) -> None:
-        # DeepSpeed does not start without a trainable parameter, and nothing would flow back to the first target.
+        # Where all else is frozen, DeepSpeed would not start, and nothing would flow back to the first target.
         embeddings = self._model.get_input_embeddings()
         weight = embeddings.weight
         anchor = nn.Parameter(torch.zeros(8, dtype=weight.dtype, device=weight.device))
@@ -95,12 +100,15 @@ class LograStrategy(Strategy):
     def bind(self, device: torch.device) -> None:
         """Allocate the sketches (one flat float32 buffer) and, on rank 0, the moments, on the trainer's device."""
         r = self.config.rank
-        self._flat = torch.zeros(sum(t.rows for t in self.targets), r, dtype=torch.float32, device=device)
-        for sink, value in zip(self._sinks, self._by_target(self._flat)):
-            sink.value = value
+        self._hold(torch.zeros(sum(t.rows for t in self.targets), r, dtype=torch.float32, device=device))
         self._directions: list[Direction] = []
         if rank() == 0:
             self._directions = [make_direction(self.config.direction(), t.rows, r, device) for t in self.targets]
+
+    def _hold(self, flat: torch.Tensor) -> None:
+        self._flat = flat
+        for sink, value in zip(self._sinks, self._by_target(flat)):
+            sink.value = value
 
     @property
     def state_bytes(self) -> int:
@@ -128,7 +136,13 @@ class LograStrategy(Strategy):
 
     # ---- the step ---------------------------------------------------------------------------------------------------
 
-    def propose(self, max_norm: float) -> Proposal:
+    def move(self, device: torch.device) -> None:
+        self._projections.clear()
+        self._hold(self._flat.to(device))
+        for direction in self._directions:
+            move(direction, device)
+
+    def propose(self, max_norm: float, dense_norm: float = 0.0) -> Proposal:
         """Direction and eta, the same on every rank; the directions take the sketches' place in memory.
 
         Raises:
@@ -137,7 +151,7 @@ class LograStrategy(Strategy):
         start = time.perf_counter()
         self._check_contributions()
         self._reduce()
-        proposal = self._decide(max_norm)
+        proposal = self._decide(max_norm, dense_norm)
         if proposal.finite:
             share_bits_of_rank_0(self._flat)
             proposal = replace(proposal, directions=self._by_target(self._flat))
@@ -159,7 +173,7 @@ class LograStrategy(Strategy):
             skipped=not updates,
             version=self.version,
             grad_norm=proposal.grad_norm,
-            sketch_norm=proposal.grad_norm,
+            sketch_norm=proposal.sketch_norm,
             alpha=alpha if updates else 0.0,
             update_ratio=alpha * proposal.ratio if updates else 0.0,
             seconds=proposal.seconds + time.perf_counter() - start,
@@ -188,32 +202,35 @@ class LograStrategy(Strategy):
             dist.reduce(self._flat, dst=0)
             self._flat /= world_size()
 
-    def _decide(self, max_norm: float) -> Proposal:
+    def _decide(self, max_norm: float, dense_norm: float) -> Proposal:
         """Directions in the place of the sketches on rank 0; the same scalars on every rank."""
         (squared_weight,) = sum_over_ranks([sum(squared_norm(t.weight) for t in self.targets)], self._flat.device)
         if world_size() == 1:
-            return self._decide_alone(max_norm, squared_weight)
+            return self._decide_alone(max_norm, dense_norm, squared_weight)
         proposal, failure = Proposal(False), None
         if rank() == 0:
             try:
-                proposal = self._decide_alone(max_norm, squared_weight)
+                proposal = self._decide_alone(max_norm, dense_norm, squared_weight)
             except Exception as error:  # raised below on every rank, none of which is left waiting
                 failure = error
-        scalars = [failure is not None, proposal.finite, proposal.grad_norm or 0.0, proposal.eta, proposal.ratio]
-        failed, finite, norm, eta, ratio = of_rank_0(scalars, self._flat.device)
+        norms = [proposal.grad_norm or 0.0, proposal.sketch_norm or 0.0]
+        scalars = [failure is not None, proposal.finite, *norms, proposal.eta, proposal.ratio]
+        failed, finite, *figures = of_rank_0(scalars, self._flat.device)
         if failed:
             raise failure or RuntimeError("LoGRA: rank 0 could not compute the update; its own error says why")
-        return Proposal(bool(finite), norm, eta, ratio)
+        return Proposal(bool(finite), *figures)
 
-    def _decide_alone(self, max_norm: float, squared_weight: float) -> Proposal:
-        norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64))
+    def _decide_alone(self, max_norm: float, dense_norm: float, squared_weight: float) -> Proposal:
+        sketch_norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64))
+        norm = math.hypot(sketch_norm, dense_norm)
         if not norm < _LARGEST_NORM:
-            return Proposal(False, norm)
+            return Proposal(False, norm, sketch_norm)
         squared_update = self._turn_into_directions(norm, max_norm)
         eta = step_size(self.config.update_ratio, squared_weight, squared_update)
         if not all(map(math.isfinite, (eta, squared_weight, squared_update))):
-            return Proposal(False, norm)
-        return Proposal(True, norm, eta, eta * math.sqrt(squared_update / squared_weight) if squared_weight else 0.0)
+            return Proposal(False, norm, sketch_norm)
+        ratio = eta * math.sqrt(squared_update / squared_weight) if squared_weight else 0.0
+        return Proposal(True, norm, sketch_norm, eta, ratio)
 
     def _by_target(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Views of each target's rows in a buffer of all."""

@@ -129,6 +129,16 @@ class Record:
                 raise RecordError(f"{self}: unknown parameter {name}")
             yield name, self._change(name, keys, tuple(shapes[name]))
 
+    def with_changes(self, changes: dict[str, Elements | torch.Tensor]) -> "Record":
+        """The record with changes of further parameters, as elements or whole."""
+        tensors = dict(self.tensors)
+        for name, change in changes.items():
+            if isinstance(change, Elements):
+                tensors.update({f"{name}.{form}": tensor for form, tensor in compress(change).items()})
+            else:
+                tensors[name] = change.contiguous().cpu()
+        return Record(self.header, tensors)
+
     def _check_header(self) -> None:
         header = self.header
         if header.kind not in KINDS:
@@ -272,13 +282,7 @@ def _common(update: Update) -> tuple:
 
 def sparse_record(changes: dict[str, Elements | torch.Tensor], base_version: int, version: int) -> Record:
     """The net change of some parameters between two versions; each as elements or whole, whichever was given."""
-    tensors = {}
-    for name, change in changes.items():
-        if isinstance(change, Elements):
-            tensors.update({f"{name}.{form}": tensor for form, tensor in compress(change).items()})
-        else:
-            tensors[name] = change.contiguous().cpu()
-    return Record(Header(FORMAT, "sparse", version, base_version, base_version), tensors)
+    return Record(Header(FORMAT, "sparse", version, base_version, base_version), {}).with_changes(changes)
 
 
 def dense_record(tensors: dict[str, torch.Tensor], version: int) -> Record:

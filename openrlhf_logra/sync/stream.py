@@ -1,7 +1,9 @@
 """The records of a run as the trainer makes them: one after another, each naming the one before it.
 
 Updates that an engine can repeat become factor records. Everything else (Gaussian projections, dense optimizers, or by
-`--logra.sync.mode sparse`) becomes one sparse record per sync, found by comparing with a copy of the weights.
+`--logra.sync.mode sparse`) becomes one sparse record per sync, found by comparing with a copy of the weights. Where
+only some parameters are trained densely, their changes travel in the last factor record of a sync; in a log, which
+promises every version, each record has its own.
 """
 
 from dataclasses import dataclass, replace
@@ -42,11 +44,12 @@ class RecordStream:
     Args:
         position: run and last record so far.
         version: version of the weights now.
-        parameters: trainer parameters by name; `changing` are those that training changes.
+        parameters: trainer parameters by name; `compared` are those whose changes are found by comparing.
         by_factors: whether updates become factor records.
         refresh_every: K of the projections.
         limit: bytes of queued records that are kept for sending.
-        log: where every record is kept, or None.
+        every_version: whether records must lead to every version, not only to those that are synchronised.
+        log: where every record is kept, or None; the sender's.
         is_sender: whether this rank makes records.
     """
 
@@ -56,10 +59,11 @@ class RecordStream:
         version: int,
         *,
         parameters: dict[str, torch.Tensor],
-        changing: tuple[str, ...],
+        compared: tuple[str, ...],
         by_factors: bool,
         refresh_every: int,
         limit: int,
+        every_version: bool,
         log: RecordLog | None,
         is_sender: bool,
     ):
@@ -67,22 +71,23 @@ class RecordStream:
         self.version = version
         self.form = "factor" if by_factors else "sparse"
         self._refresh_every, self._limit, self._is_sender = refresh_every, limit, is_sender
-        self._log = log
+        self._every_version, self._log = every_version, log
         self._open: list[Record] = []  # not sealed yet: one, or more after an error
         self._recorded = version  # the version that the last record leads to
-        self._changing = {} if by_factors else {name: parameters[name] for name in changing}
-        self._copies = {name: counted_elements(p)[0].cpu().clone() for name, p in self._changing.items()}
+        self._complete = version  # the version up to which records hold the compared parameters' changes
+        self._compared = {name: parameters[name] for name in compared}
+        self._copies = {name: counted_elements(p)[0].cpu().clone() for name, p in self._compared.items()}
         self.clear()
 
-    @property
     def position(self) -> Position:
-        """Run and last record. What is still open is sealed, so that a resume continues it."""
+        """Run and last record. What is still open is sealed, so that a resume continues it. A collective."""
+        self._compare()
         self._seal()
         return self._position
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the copies that sparse records are found with."""
+        """Bytes of the copies that changes are found with."""
         return sum(copy.numel() * copy.element_size() for copy in self._copies.values())
 
     def clear(self) -> None:
@@ -93,35 +98,49 @@ class RecordStream:
         self.complete = True  # whether the queue leads from base_version to the present
 
     def push(self, updates: tuple[Update, ...], version: int) -> None:
-        """Take the update that made `version`."""
+        """Take the update that made `version`. A collective where records are made of every version."""
         self.version = version
-        if self.form == "factor" and self._is_sender:
-            try:
-                self._seal()
-            finally:
-                # Kept open until the next update or sync, which knows the digest after it.
-                self._open.append(factor_record(updates, version, self._refresh_every))
+        if self.form == "sparse":
+            return
+        try:
+            if self._is_sender:
+                self._take(updates)
+        finally:
+            if self._every_version:
+                self._compare()
+
+    def _take(self, updates: tuple[Update, ...]) -> None:
+        try:
+            self._seal()
+        finally:
+            # Kept open until the next update or sync, which knows the digest after it.
+            self._open.append(factor_record(updates, self.version, self._refresh_every))
 
     def close(self, digests: dict[str, int]) -> None:
-        """Turn everything up to the present into records. A collective in sparse form.
+        """Turn everything up to the present into records. A collective.
 
         Args:
             digests: of all parameters at the present version, or empty.
         """
-        found: dict[str, Elements] = {}
-        if self.form == "sparse" and self.version != self._recorded:
-            found, changes = self._differences()
-            if self._is_sender:
-                self._open = [sparse_record(changes, self._recorded, self.version)]
+        self._compare()
         if self._open and digests:
             self._open[-1] = replace(self._open[-1], header=self._open[-1].header.with_digests(digests))
         self._seal()
-        # Only now: until a record holds the changes they must be found again.
-        for name, elements in found.items():
-            copy, start = self._copies[name], counted_elements(self._changing[name])[1]
+
+    def _compare(self) -> None:
+        """Let an open record hold what has changed in the compared parameters since one last did. A collective."""
+        if not self._compared or self._complete == self.version:
+            return
+        own, changes = self._differences()
+        if self._is_sender:
+            if self.form == "sparse":
+                self._open.append(sparse_record(changes, self._complete, self.version))
+            else:
+                self._open[-1] = self._open[-1].with_changes(changes)
+        for name, elements in own.items():
+            copy, start = self._copies[name], counted_elements(self._compared[name])[1]
             copy.view(torch.int16)[elements.indices - start] = elements.bits
-        if self.form == "sparse":
-            self._recorded = self.version
+        self._complete = self.version
 
     def _seal(self) -> None:
         while self._open:
@@ -146,13 +165,13 @@ class RecordStream:
             self.queue, self.bytes_of, self.complete = [], {}, False
 
     def _differences(self) -> tuple[dict[str, Elements], dict[str, Elements]]:
-        """Changed elements of every changing parameter since the last record: this rank's own, and on the sender
-        everyone's. Where a rank fails, the sender raises."""
+        """Changed elements of every compared parameter: this rank's own, and on the sender everyone's. Where a rank
+        fails, the sender raises."""
         own: dict[str, Elements] = {}
         joined: dict[str, Elements] = {}
         failure = None
         # In batches, the same on every rank: what is gathered at once is bounded.
-        elements_of = {name: torch.Size(full_shape(p)).numel() for name, p in self._changing.items()}
+        elements_of = {name: torch.Size(full_shape(p)).numel() for name, p in self._compared.items()}
         for names in grouped(elements_of, _GATHERED_ELEMENTS):
             try:
                 found: Any = {name: self._difference(name) for name in names}
@@ -171,7 +190,7 @@ class RecordStream:
         return own, {name: elements for name, elements in joined.items() if len(elements.indices)}
 
     def _difference(self, name: str) -> tuple[int, Elements]:
-        elements, start = counted_elements(self._changing[name])
+        elements, start = counted_elements(self._compared[name])
         return start, changed_elements(self._copies[name], elements.cpu(), start)
 
     def _gather(self, found: Any) -> list[Any]:

@@ -58,6 +58,7 @@ class LograTrainerInitInfo(TrainerInitInfo):
         verify_every: compare digests every so many syncs.
         log_dir: where to keep every record, or None.
         trained: names of the parameters that training changes; None means all of them.
+        dense: those among them that no update pushed covers; their changes are found by comparing.
         base_digests: digests of the model that the engines load by themselves (`digests_of`), to find what an engine
             has rearranged after loading.
         version: version that the trainer's weights have now.
@@ -73,6 +74,7 @@ class LograTrainerInitInfo(TrainerInitInfo):
     verify_every: int = 10
     log_dir: str | None = None
     trained: tuple[str, ...] | None = None
+    dense: tuple[str, ...] = ()
     base_digests: dict[str, int] | None = None
     version: int = 0
     loaded_version: int | None = 0
@@ -158,30 +160,32 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             self._log = RecordLog(self._info.log_dir, self._position.run, self._position.parent, self._version)
 
     def _make_stream(self) -> RecordStream:
+        by_factors = self._info.exact_updates and self._info.mode != "sparse"
         return RecordStream(
             self._position,
             self._version,
             parameters=self._parameters,
-            changing=self._info.trained,
-            by_factors=self._info.exact_updates and self._info.mode != "sparse",
+            compared=self._info.dense if by_factors else self._info.trained,
+            by_factors=by_factors,
             refresh_every=self._info.refresh_every,
             # A queue larger than the model is of no use; in mode factor it was asked for.
             limit=sys.maxsize if self._info.mode == "factor" else self._dense_bytes,
+            every_version=self._info.log_dir is not None,
             log=self._log,
             is_sender=self.is_sender,
         )
 
     def state_dict(self) -> dict[str, str]:
-        """Where the run's records stand, for `LograTrainerInitInfo.state` of the run that resumes."""
-        return asdict(self._stream.position if self._stream else self._position)
+        """Where the run's records stand, for `LograTrainerInitInfo.state` of the run that resumes. A collective."""
+        return asdict(self._stream.position() if self._stream else self._position)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of this rank's copy of the trained weights, which sparse records are found with; in host memory."""
+        """Bytes of this rank's copy of weights whose changes are found by comparing; in host memory."""
         return self._stream.copy_bytes if self._stream else 0
 
     def push(self, updates: tuple[Update, ...], version: int) -> None:
-        """Take the update that made `version`; `updates` may be empty where they are not exact."""
+        """Take the update that made `version`, on every rank; `updates` may be empty where they are not exact."""
         self._version = version
         if self._stream:
             self._guarded(partial(self._stream.push, updates, version))
@@ -534,7 +538,7 @@ def _check(info: LograTrainerInitInfo, parameters: dict[str, torch.Tensor]) -> N
         raise ValueError("mode 'factor' needs updates that engines can repeat (exact_updates)")
     if info.verify_every < 1 or info.refresh_every < 0:
         raise ValueError(f"verify_every {info.verify_every}, refresh_every {info.refresh_every}: out of range")
-    strange = [name for name in info.trained if name not in parameters]
+    strange = [name for name in (*info.trained, *info.dense) if name not in parameters]
     if strange:
         raise ValueError(f"trained names {strange[0]}, which is no parameter of the model ({len(strange)} such names)")
     for name, parameter in parameters.items():

@@ -9,6 +9,7 @@ from ..math.direction import state_bytes
 from .targets import Target, full_shape
 
 PROJECTION_CACHE_BYTES = 64 << 20
+_ADAM_BYTES = 4 + 4 + 4  # of an element: master copy, two moments
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Coverage:
         full_sync: bytes of the bf16 weights that a stock sync sends.
         dense_adam: bytes of gradient, fp32 master copy and two Adam moments of what is trained, under dense bf16
             training.
+        dense_state: bytes of master copies and moments of the densely trained parameters, before sharding.
         projections: bytes of cached projections.
     """
 
@@ -47,6 +49,7 @@ class Coverage:
     frozen: int
     full_sync: int
     dense_adam: int
+    dense_state: int
     projections: int
 
     @property
@@ -56,8 +59,8 @@ class Coverage:
 
     @property
     def state(self) -> int:
-        """Bytes of trainer state on rank 0: sketch, moments, cached projections."""
-        return sum(row.sketch + row.moments for row in self.rows) + self.projections
+        """Bytes of the strategy's own state on rank 0: sketch, moments, cached projections."""
+        return sum(row.sketch + row.moments for row in self.rows) - self.dense_state + self.projections
 
 
 def measure(model: nn.Module, targets: list[Target], config: LograConfig, dense: tuple[str, ...] = ()) -> Coverage:
@@ -90,9 +93,10 @@ def measure(model: nn.Module, targets: list[Target], config: LograConfig, dense:
     sketched = sum(sizes[name] for name in names)
     trained = [sizes[name] for name in dense]
     frozen = [size for name, size in sizes.items() if name not in names and name not in dense]
-    for label, others in (("(dense)", trained), ("(frozen)", frozen)):
+    dense_state = _ADAM_BYTES * sum(trained)
+    for label, others, moments in (("(dense)", trained, dense_state), ("(frozen)", frozen, 0)):
         if others:
-            rows.append(Row(label, len(others), "", None, 2 * sum(others), 0, 0, 0))
+            rows.append(Row(label, len(others), "", None, 2 * sum(others), 0, moments, 0))
     total = sum(sizes.values())
     assert sketched + sum(trained) + sum(frozen) == total, "sketched, dense and frozen must add up to the model"
     return Coverage(
@@ -102,7 +106,8 @@ def measure(model: nn.Module, targets: list[Target], config: LograConfig, dense:
         dense=sum(trained),
         frozen=sum(frozen),
         full_sync=2 * total,
-        dense_adam=(2 + 4 + 8) * (sketched + sum(trained)),
+        dense_adam=(2 + _ADAM_BYTES) * (sketched + sum(trained)),
+        dense_state=dense_state,
         projections=projection_cache_bytes(targets, rank),
     )
 
@@ -136,12 +141,13 @@ def render(coverage: Coverage) -> str:
         f"sketched {coverage.sketched:,} + dense {coverage.dense:,} + frozen {coverage.frozen:,} "
         f"= all {coverage.parameters:,} parameters"
     )
-    dense, full = human_bytes(coverage.dense_adam), human_bytes(coverage.full_sync)
-    if coverage.sketched:
-        lines.append(f"trainer state {human_bytes(coverage.state)} (dense Adam on the same parameters {dense})")
-        lines.append(f"sync {human_bytes(coverage.record)} an update (full weights {full})")
-    else:
-        lines.append(f"trainer state {dense}, sharded by DeepSpeed; sync: changed elements (full weights {full})")
+    states = [human_bytes(coverage.state)] * bool(coverage.sketched)
+    states += [f"{human_bytes(coverage.dense_state)} sharded by DeepSpeed"] * bool(coverage.dense)
+    adam = human_bytes(coverage.dense_adam)
+    lines.append(f"trainer state {' + '.join(states)} (dense Adam on the same parameters {adam})")
+    synced = [f"{human_bytes(coverage.record)} an update"] * bool(coverage.sketched)
+    synced += ["changed elements"] * bool(coverage.dense)
+    lines.append(f"sync {' + '.join(synced)} (full weights {human_bytes(coverage.full_sync)})")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from ..config import LograConfig, one_line
 from ..math.kl import KLController, KLSettings
 from ..strategies import strategy_class
 from .callbacks import Callback, UpdateContext
-from .probe import Probe, ProbeBatch
+from .probe import HeadWeights, Probe, ProbeBatch
 from .ranks import largest_over_ranks, sum_over_ranks
 from .shards import is_partitioned
 
@@ -32,6 +32,7 @@ class _Measured:
     batch: ProbeBatch
     positions: float
     before: list[torch.Tensor]
+    head: HeadWeights | None
     q: float
 
 
@@ -67,8 +68,8 @@ class KLControl(Callback):
         if measured is not None and not context.outcome.skipped:
             predicted = context.outcome.alpha**2 * measured.q
             after = self._probe.hidden(measured.batch)
-            (total,) = sum_over_ranks([self._probe.divergence(measured.batch, measured.before, after)], context.device)
-            realised = total / measured.positions
+            divergence = self._probe.divergence(measured.batch, measured.before, after, measured.head)
+            realised = sum_over_ranks([divergence], context.device)[0] / measured.positions
             self.controller.observe_realised(predicted, realised)
             context.metrics.update({"logra/predicted_kl": predicted, "logra/realized_kl": realised})
         context.metrics["timing/logra_probe"] = self._seconds + time.perf_counter() - start
@@ -102,7 +103,7 @@ class KLControl(Callback):
             return None
         if self._probe is None:
             self._probe = self._checked_probe(context)
-        measured = _Measured(batch, positions, self._probe.hidden(batch), math.nan)
+        measured = _Measured(batch, positions, self._probe.hidden(batch), self._probe.head(), math.nan)
         settled = self._kind
         if self._kind in ("auto", "jvp"):
             measured.q = self._by_tangent(measured, context)

@@ -60,6 +60,7 @@ class ProbeBatch:
 
 
 Response = tuple[torch.Tensor, torch.Tensor]
+HeadWeights = tuple[torch.Tensor, torch.Tensor | None]  # W [V, d] and bias [V]
 
 
 def first_responses(
@@ -121,8 +122,15 @@ class Head:
             else:
                 self._module.forward = before
 
+    def copy(self) -> HeadWeights | None:
+        """W and bias as they are now, in host memory; None where they are frozen. A collective under ZeRO 3."""
+        if not self._module.weight.requires_grad:
+            return None
+        with self.weights() as (weight, bias):
+            return weight.to("cpu", copy=True), bias if bias is None else bias.to("cpu", copy=True)
+
     @contextmanager
-    def weights(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def weights(self) -> Iterator[HeadWeights]:
         """W [V, d] and bias of the head on this rank. A collective under ZeRO 3."""
         bias = getattr(self._module, "bias", None)
         with gathered(self._module.weight) as weight:
@@ -136,7 +144,7 @@ class Head:
         """float32 [n, V] of hidden [n, d]."""
         z = _in_float32(hidden, weight)
         if bias is not None:
-            z += bias.float()
+            z += bias.to(z)
         z *= self.scale
         return z if self._cap is None else self._cap * torch.tanh(z / self._cap)
 
@@ -147,8 +155,8 @@ class Head:
 
 
 def _in_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T [n, V] in float32, without a float32 copy of all of W."""
-    return torch.cat([x.float() @ rows.float().t() for rows in weight.split(16384)], dim=-1)
+    """x W^T [n, V] in float32, without a float32 copy of all of W, which may be in host memory."""
+    return torch.cat([x.float() @ rows.to(x.device).float().t() for rows in weight.split(16384)], dim=-1)
 
 
 class Probe:
@@ -222,13 +230,24 @@ class Probe:
                         total += float(rate_variance(z, self._head.rates(z, t, weight), batch.temperature).sum())
         return total
 
-    def divergence(self, batch: ProbeBatch, before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
-        """Sum over this rank's positions of the full-vocabulary KL between two passes; the head must not have changed
-        between them."""
+    def head(self) -> HeadWeights | None:
+        """The head as it is now, for a later `divergence`; None where it does not change. A collective."""
+        return self._head.copy()
+
+    def divergence(
+        self,
+        batch: ProbeBatch,
+        before: list[torch.Tensor],
+        after: list[torch.Tensor],
+        head_before: HeadWeights | None = None,
+    ) -> float:
+        """Sum over this rank's positions of the full-vocabulary KL between two passes, the second with the head as it
+        is now, the first with `head_before` where that is given."""
         with torch.no_grad(), self._head.weights() as weights:
+            old = self._chunks(head_before or weights, before)
             return sum(
-                float(kl_divergence(old, new, batch.temperature).sum())
-                for old, new in self._chunks(weights, before, after)
+                float(kl_divergence(p, q, batch.temperature).sum())
+                for (p,), (q,) in zip(old, self._chunks(weights, after))
             )
 
     def _run(self, batch: ProbeBatch) -> Iterator[list[int]]:

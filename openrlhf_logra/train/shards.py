@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..math.digest import digest_flat
 from ..math.exact import Update, apply_block, apply_flat
+from .ranks import share_bits_of_rank_0
 from .targets import full_shape
 
 _TILE_ELEMENTS = 1 << 20
@@ -83,6 +84,19 @@ def gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
     with deepspeed.zero.GatheredParameters([parameter]):
         yield parameter.data
+
+
+@contextmanager
+def written_by_rank_0(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The whole parameter, for rank 0 to write; afterwards every rank holds its bits. A collective."""
+    if is_partitioned(parameter):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            yield parameter.data
+    else:
+        yield parameter.data
+        share_bits_of_rank_0(parameter.data)
 
 
 def _is_gathered(parameter: torch.Tensor) -> bool:

@@ -131,7 +131,10 @@ class Told:
         self.epsilons.append(epsilon)
         return self.differences.pop(0) * 2 * batch.count
 
-    def divergence(self, batch, before, after):
+    def head(self):
+        return None
+
+    def divergence(self, batch, before, after, head_before):
         return self.realised * batch.count
 
 

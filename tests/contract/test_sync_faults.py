@@ -4,9 +4,11 @@ import pytest
 import torch
 from runtime import SHAPES, Client, Engine, Runtime
 
+from openrlhf_logra.math.digest import as_matrix
 from openrlhf_logra.math.exact import Update, apply_block, quantize
 from openrlhf_logra.math.projection import Projection
 from openrlhf_logra.sync import record as record_module
+from openrlhf_logra.sync.log import record_files
 from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncError, digests_of
 
 TARGETS = [name for name in SHAPES if name.endswith("_proj.weight")]
@@ -382,3 +384,50 @@ def test_without_names_every_parameter_is_trained():
         trainer.version += 1
         trainer.sender.push((), trainer.version)
         assert trainer.sender.send_weights().mode == "sparse" and held_equals(trainer)
+
+
+DENSE = ("embed.weight", "layers.0.norm.weight", "layers.0.q_proj.bias")
+
+
+def train_densely(trainer, count=1):
+    """Updates of the targets, each with a step of another optimizer on some elements of the rest."""
+    for _ in range(count):
+        generator = torch.Generator().manual_seed(trainer.version)
+        for name in DENSE:
+            moved = torch.rand(SHAPES[name], generator=generator) < 0.3
+            trainer.weights[name][moved] += 0.25
+        trainer.update()
+
+
+@pytest.mark.parametrize("mode", ["factor", "auto", "sparse", "dense"])
+def test_what_is_trained_densely_travels_with_the_factors(mode):
+    settings = {"mode": mode, "trained": (*TARGETS, *DENSE), "dense": DENSE}
+    trainer = Trainer(Client([Engine(1), Engine(2)]), **settings)
+    for count in (1, 3, 2):
+        train_densely(trainer, count)
+        report = trainer.sender.send_weights()
+        assert report.digest_ok and held_equals(trainer)
+    copied = {"factor": DENSE, "auto": DENSE, "sparse": settings["trained"], "dense": ()}[mode]
+    assert trainer.sender.state_bytes == sum(2 * trainer.weights[name].numel() for name in copied)
+
+
+def test_a_log_leads_to_every_version_of_what_is_trained_densely(tmp_path):
+    """Also to those between syncs, and across a resume before which nothing was sent."""
+    trained = (*TARGETS, *DENSE)
+    trainer = Trainer(Client([Engine()]), mode="factor", trained=trained, dense=DENSE, log_dir=str(tmp_path))
+    weights = {name: weight.clone() for name, weight in trainer.weights.items()}
+    history = []
+    for sync in (True, False, True):
+        for _ in range(3):
+            train_densely(trainer)
+            history.append({name: weight.clone() for name, weight in trainer.weights.items()})
+        if sync:
+            assert trainer.sender.send_weights().digest_ok
+        else:
+            trainer.sender.state_dict()
+    records = [record_module.decode(path.read_bytes()) for path in record_files(tmp_path)]
+    assert [record.header.version for record in records] == list(range(1, 10))
+    for record, expected in zip(records, history):
+        for name, change in record.changes(SHAPES):
+            record_module.write_change(change, as_matrix(weights[name]), 0, 0, as_matrix(weights[name]).shape[1])
+        assert all(torch.equal(weights[name], expected[name]) for name in SHAPES), record

@@ -6,6 +6,7 @@ Each rank writes RESULTS_DIR/rank<R>.pt: a list with one result per configuratio
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,14 @@ import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from openrlhf.models import Actor  # noqa: E402
+from openrlhf.utils.deepspeed.deepspeed_utils import offload_deepspeed_states, reload_deepspeed_states  # noqa: E402
+from openrlhf.utils.utils import get_strategy as get_stock_strategy  # noqa: E402
 
 from openrlhf_logra.config import add_flags  # noqa: E402
 from openrlhf_logra.host import deepspeed_strategy  # noqa: E402
 from openrlhf_logra.math.digest import as_matrix, digest_block  # noqa: E402
 from openrlhf_logra.math.exact import apply_block  # noqa: E402
+from openrlhf_logra.train import dense  # noqa: E402
 from openrlhf_logra.train.shards import digest, gathered  # noqa: E402
 
 
@@ -41,46 +45,57 @@ def host_arguments(config: dict) -> SimpleNamespace:
         "ds.zero_stage": config["zero"],
         "ds.tensor_parallel_size": 1,
         "ds.ring_attn_size": 1,
+        "ds.adam_offload": config.get("offload", False),
         "rollout.temperature": config.get("temperature", 1.0),
-        "train.dynamic_batch_enable": False,
+        "train.dynamic_batch_enable": config.get("dynamic", False),
         "train.seed": 1,
         "train.batch_size": config["batch"],
-        "train.micro_batch_size": config["micro"],
+        "train.micro_batch_size": micro(config),
     }
     for key, value in stock.items():
         setattr(parsed, key, value)
     return hierarchize(parsed)
 
 
-ADAM = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-SCHEDULE = {"optim": "adam", "adam": ADAM, "lr_scheduler": "constant", "lr_warmup_ratio": 0.0, "max_norm": 1.0}
+ADAM = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SCHEDULE = {"optim": "adam", "adam": ADAM, "lr_scheduler": "constant", "lr_warmup_ratio": 0.0}
+
+
+def micro(config: dict) -> int:
+    """Samples of a micro-batch: given, or such that `gas` of them are a rank's share of the batch."""
+    return config.get("micro") or config["batch"] // int(os.environ["WORLD_SIZE"]) // config["gas"]
 
 
 def build(config: dict):
     args = host_arguments(config)
-    strategy = deepspeed_strategy.get_strategy(args)
+    strategy = (get_stock_strategy if config.get("stock") else deepspeed_strategy.get_strategy)(args)
     strategy.setup_distributed()
     actor = Actor(
         config["model"],
-        attn_implementation="sdpa",
+        attn_implementation="flash_attention_2",
         param_dtype="bf16",
         ds_config=strategy.get_ds_train_config(),
         temperature=args.rollout.temperature,
+        packing_samples=config.get("packing", False),
     )
+    if config.get("stock"):
+        for name, parameter in actor.model.named_parameters():
+            parameter.requires_grad_("_proj.weight" not in name)
     if config.get("checkpointing"):
         reentrant = config["checkpointing"] == "reentrant"
         actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    threshold = config.get("persistence_threshold")
-    if threshold is not None:
-        stock = strategy.get_ds_train_config
+    stock_config, threshold = strategy.get_ds_train_config, config.get("persistence_threshold")
 
-        def with_threshold(*positional, **named):
-            made = stock(*positional, **named)
+    def train_config(*positional, **named):
+        made = stock_config(*positional, **named)
+        if threshold is not None:
             made["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
-            return made
+        made["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled first
+        return made
 
-        strategy.get_ds_train_config = with_threshold
-    actor, optimizer, scheduler = strategy.prepare((actor, {**SCHEDULE, "scheduler_steps": 100}))
+    strategy.get_ds_train_config = train_config
+    schedule = {**SCHEDULE, "max_norm": config.get("max_norm", 1.0), "scheduler_steps": 100}
+    actor, optimizer, scheduler = strategy.prepare((actor, schedule))
     return strategy, actor, optimizer, scheduler
 
 
@@ -88,16 +103,42 @@ def samples(step: int, batch: int) -> torch.Tensor:
     return torch.randint(3, 99, (batch, 12), generator=torch.Generator().manual_seed(step))
 
 
+def lengths(step: int, batch: int) -> torch.Tensor:
+    """Of the samples, [batch, 1]; what is behind them is padding."""
+    return torch.randint(6, 13, (batch, 1), generator=torch.Generator().manual_seed(1000 + step))
+
+
 def train_step(strategy, actor, optimizer, scheduler, step: int, config: dict) -> None:
     """One update on the global batch of this step; this rank's share of it, in micro-batches."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, engine = dist.get_rank(), dist.get_world_size(), actor.model
     share = samples(step, config["batch"]).chunk(world)[rank]
+    valid = (torch.arange(12) < lengths(step, config["batch"])).long().chunk(world)[rank]
+    if config.get("sleep"):
+        wake(strategy, engine)
     actor.train()
-    for ids in share.split(config["micro"]):
-        mask = torch.ones_like(ids)
+    parts = list(zip(share.split(micro(config)), valid.split(micro(config))))
+    for index, (ids, mask) in enumerate(parts):
+        last = index + 1 == len(parts)
+        if config.get("dynamic"):  # as host/trainer_actor.py does
+            engine.set_gradient_accumulation_boundary(last)
         log_probs = actor(ids, mask[:, 1:], attention_mask=mask)
-        strategy.backward(-log_probs.mean(), actor, optimizer)
-        strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
+        loss = -(log_probs * mask[:, 1:]).sum(1).mean() / 11
+        strategy.backward(loss / len(parts) if config.get("dynamic") else loss, actor, optimizer)
+        if last or not config.get("dynamic"):
+            strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
+    if config.get("sleep"):
+        sleep(strategy, engine)
+
+
+def sleep(strategy, engine) -> None:
+    """As host/trainer_actor.py does; here the other device is the same one."""
+    offload_deepspeed_states(engine, pin_memory=False)
+    strategy.logra.move(torch.device("cpu"))
+
+
+def wake(strategy, engine) -> None:
+    reload_deepspeed_states(engine)
+    strategy.logra.move(engine.device)
 
 
 def whole_weights(engine) -> dict[str, torch.Tensor]:
@@ -123,24 +164,34 @@ def as_sent(loaded: dict[str, torch.Tensor], sent: list) -> dict[str, torch.Tens
 
 def run(config: dict, folder: Path) -> dict:
     strategy, actor, optimizer, scheduler = build(config)
+    if config.get("stock"):
+        return stock_steps(config, strategy, actor, optimizer, scheduler, folder)
+    if config.get("adopt"):
+        return adopted(config, strategy, actor, optimizer, scheduler)
     logra, engine = strategy.logra, actor.model
-    result: dict = {"sketches": [], "grad_norms": [], "loaded": whole_weights(engine)}
+    result: dict = {"sketches": [], "grad_norms": [], "dense_norms": [], "loaded": whole_weights(engine)}
     decide = logra._decide
 
-    def watched(max_norm):
+    def watched(max_norm, dense_norm):
+        result["dense_norms"].append(dense_norm)
         if dist.get_rank() == 0:
             result["sketches"].append(logra._flat.clone())
-        return decide(max_norm)
+        return decide(max_norm, dense_norm)
 
     logra._decide = watched
     sent = []
     strategy.push = lambda updates, version: sent.append([update.to("cpu") for update in updates])
+    if config.get("sleep"):
+        sleep(strategy, engine)
     result["buffers"] = {name: buffer.detach().clone() for name, buffer in engine.module.named_buffers()}
     for step in range(config.get("steps", 2)):
         train_step(strategy, actor, optimizer, scheduler, step, config)
         result["grad_norms"].append(strategy.get_grad_norm(actor))
+        result.setdefault("first", whole_weights(engine))
+        result.setdefault("first_moments", squared_moments(engine))
     result["versions"] = logra.version
     result["state_bytes"], result["table_bytes"] = logra.state_bytes, strategy.coverage.state
+    result["all_state_bytes"], result["table_dense_bytes"] = strategy.state_bytes, strategy.coverage.dense_state
     result["weights"] = whole_weights(engine)
     result["as_sent"] = as_sent(result["loaded"], sent)
     result["shard_digests"] = {name: digest(name, p) for name, p in engine.module.named_parameters()}
@@ -163,6 +214,33 @@ def run(config: dict, folder: Path) -> dict:
     return result
 
 
+def stock_steps(config, strategy, actor, optimizer, scheduler, folder: Path) -> dict:
+    """OpenRLHF without the plugin, on what is no target."""
+    train_step(strategy, actor, optimizer, scheduler, 0, config)
+    strategy.save_ckpt(actor.model, str(folder / "checkpoint"), "tag", client_state={"global_step": 7})
+    weights = whole_weights(actor.model)
+    return {"first": weights, "weights": weights}
+
+
+def adopted(config, strategy, actor, optimizer, scheduler) -> dict:
+    """What an actor holds that continues a checkpoint which DeepSpeed cannot continue, and after one more update."""
+    _, states = strategy.load_ckpt(actor.model, config["adopt"])
+    loaded, state = whole_weights(actor.model), strategy.logra.state_dict()
+    state = {**state, "directions": {name: clone(one) for name, one in state["directions"].items()}}
+    train_step(strategy, actor, optimizer, scheduler, 2, config)
+    result = {"weights": loaded, "state": state, "global_step": states["global_step"], "resumed": strategy.resumed}
+    return {**result, "next": strategy.logra.version, "after": whole_weights(actor.model)}
+
+
+def clone(values: dict) -> dict:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+
+
+def squared_moments(engine) -> float:
+    """Sum of squares of the first moments that this rank's DeepSpeed optimizer keeps."""
+    return sum(float(state["exp_avg"].double().square().sum()) for state in engine.optimizer.optimizer.state.values())
+
+
 def poisoned_step(config, strategy, actor, optimizer, scheduler) -> dict:
     """One update with a NaN in the sketch of one rank, then a good one."""
     logra, before = strategy.logra, whole_weights(actor.model)
@@ -173,24 +251,41 @@ def poisoned_step(config, strategy, actor, optimizer, scheduler) -> dict:
             logra._sinks[3].value[0, 0] = float("nan")
         reduce()
 
-    logra._reduce = poisoned
+    poison = config.get("poison")
+    norm = dense.gradient_norm
+
+    def poisoned_gradients(engine):
+        if dist.get_rank() == config["poison_rank"] % dist.get_world_size():
+            next(dense._gradients(engine)).view(-1)[0] = float("nan")
+        return norm(engine)
+
+    if poison == "gradients":
+        dense.gradient_norm = poisoned_gradients
+    else:
+        logra._reduce = poisoned
+    moments = squared_moments(actor.model)
     train_step(strategy, actor, optimizer, scheduler, 50, config)
     after = whole_weights(actor.model)
-    logra._reduce = reduce
+    kept = moments == squared_moments(actor.model)
+    logra._reduce, dense.gradient_norm = reduce, norm
     outcome = strategy.outcomes[-1]
     train_step(strategy, actor, optimizer, scheduler, 51, config)
     return {
         "skipped": outcome.skipped,
-        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "unchanged": kept and all(torch.equal(before[name], after[name]) for name in before),
         "version": outcome.version,
         "next": strategy.outcomes[-1].version,
+        "moves": not any(torch.isnan(weight).any() for weight in whole_weights(actor.model).values()),
     }
 
 
-def resume(config, strategy, actor, optimizer, scheduler, folder: Path) -> tuple[dict, dict]:
-    """Weights two updates after a checkpoint: uninterrupted, and from the checkpoint in a fresh actor."""
+def resume(config, strategy, actor, optimizer, scheduler, folder: Path) -> tuple[dict, dict, dict]:
+    """Weights two updates after a checkpoint, uninterrupted and from the checkpoint in a fresh actor; and the
+    strategy's state in it."""
     path = str(folder / "checkpoint")
     strategy.save_ckpt(actor.model, path, "tag", client_state={"global_step": 7})
+    state = strategy.logra.state_dict()
+    state = {**state, "directions": {name: clone(one) for name, one in state["directions"].items()}}
     steps = range(config.get("steps", 2), config.get("steps", 2) + 2)
     for step in steps:
         train_step(strategy, actor, optimizer, scheduler, step, config)
@@ -200,7 +295,7 @@ def resume(config, strategy, actor, optimizer, scheduler, folder: Path) -> tuple
     assert states["global_step"] == 7 and "logra" not in states
     for step in steps:
         train_step(strategy, actor, optimizer, scheduler, step, config)
-    return uninterrupted, whole_weights(actor.model)
+    return uninterrupted, whole_weights(actor.model), state
 
 
 def main(run) -> None:

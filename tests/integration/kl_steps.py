@@ -34,6 +34,29 @@ class Record(Callback):
         self.updates.append({**one, "alpha": context.outcome.alpha, "own": context.alpha, "held": context.held})
 
 
+class Exact(Callback):
+    """KL of whole updates by the model's own logits, all at once."""
+
+    def __init__(self):
+        self.found = []
+
+    def logits(self, context):
+        context.model.eval()
+        with torch.no_grad():
+            (tokens,) = {len(sequence) for sequence in context.batch.sequences}
+            logits = context.forward(torch.stack(context.batch.sequences).view(-1, tokens)).logits
+        return torch.cat([row[at] for row, at in zip(logits, context.batch.positions)]).double().log_softmax(-1)
+
+    def on_update(self, context):
+        self.before = self.logits(context)
+
+    def on_step_end(self, context):
+        after = self.logits(context)
+        kl = float((self.before.exp() * (self.before - after)).sum())
+        kl, positions = sum_over_ranks([kl, context.batch.count], context.device)
+        self.found.append((context.metrics.get("logra/realized_kl"), kl / positions))
+
+
 class FixedAlpha(Callback):
     """The step size that a run without control has; the figures are the controller's."""
 
@@ -128,6 +151,8 @@ def prepared(config: dict):
         strategy.callbacks["fixed"] = FixedAlpha(config["alpha"])
     if config.get("measure"):
         strategy.callbacks = {"measure": Measure()}
+    if config.get("exact"):
+        strategy.callbacks["exact"] = Exact()
     strategy.callbacks["record"] = Record()
     return built
 
@@ -138,6 +163,8 @@ def run(config: dict, folder: Path) -> dict:
     before, state = whole_weights(actor.model), torch.get_rng_state()
     for step in range(config["steps"]):
         update(built, step, config)
+        if config.get("exact") and step == 0:
+            first = {name: weight for name, weight in whole_weights(actor.model).items() if "_proj" not in name}
         if config.get("mismatch"):
             strategy.kl_control.observe_mismatch(config["mismatch"] * (step + 1))
     result = {"updates": list(strategy.callbacks["record"].updates), "version": strategy.logra.version}
@@ -145,6 +172,8 @@ def run(config: dict, folder: Path) -> dict:
         not torch.equal(old, new) for old, new in zip(before.values(), whole_weights(actor.model).values())
     )
     result["rng_moved"] = not torch.equal(state, torch.get_rng_state())
+    if config.get("exact"):
+        result["exact"], result["first"] = strategy.callbacks["exact"].found, first
     if config.get("measure"):
         result["found"] = strategy.callbacks["measure"].found
     if config.get("resume"):

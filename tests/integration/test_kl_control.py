@@ -45,6 +45,15 @@ ODD = {
     "fd": {"zero": 3, "flags": [*FLAGS, "--logra.kl.probe", "fd"]},
     "few-tokens": {"flags": [*FLAGS, "--logra.kl.probe_max_tokens", "2", "--logra.kl.probe_responses", "3"]},
 }
+ADAMW = [*FLAGS, "--logra.non_target", "adamw"]
+DENSE = {
+    f"adamw-zero{zero}": {"zero": zero, "exact": True, "flags": ADAMW, "model": ("qwen2", "llama")[zero // 2]}
+    for zero in range(4)
+}
+WITHOUT = {
+    f"no-kl-{name}": {**one, "flags": [*ADAMW, "--logra.kl.disable", "--logra.kl.probe_responses", "2"]}
+    for name, one in DENSE.items()
+}
 LONG = {
     "controlled": {"steps": 100, "batches": 20},
     "feedback": {"steps": 30, "batches": 20, "scale_q": 0.25, "flags": [*FLAGS, "--logra.kl.feedback"]},
@@ -74,7 +83,7 @@ def run_all(chosen: dict, world: int, models, folder: Path, timeout: float = 900
 def results(models, tmp_path_factory):
     """{world size: [per rank: {configuration name: result}]}"""
     folder = tmp_path_factory.mktemp("kl")
-    chosen = STAGES | MEASURED | RESUMED | ODD
+    chosen = STAGES | MEASURED | RESUMED | ODD | DENSE | WITHOUT
     return {world: run_all(chosen, world, models, folder / f"world{world}") for world in (1, 2)}
 
 
@@ -142,6 +151,17 @@ def test_a_probe_without_a_number_holds_the_step(results, world, name):
 def test_other_settings(results, world, name):
     for update in results[world][0][name]["updates"]:
         assert abs(update["predicted_kl"] / update["realized_kl"] - 1) < 0.15
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_realised_kl_is_that_of_the_whole_update(results, world, name):
+    """Embeddings, norms and a head that DeepSpeed trains included; the probes leave their gradients alone."""
+    ours = results[world][0][name]
+    for realised, exact in ours["exact"]:
+        assert realised > 3 * BUDGET  # most of it is AdamW's
+        assert realised == pytest.approx(exact, rel=0.1)
+    for key, weight in results[world][0][f"no-kl-{name}"]["first"].items():
+        assert torch.equal(weight, ours["first"][key]), key
 
 
 def test_control_keeps_the_budget_and_a_fixed_step_does_not(runs):

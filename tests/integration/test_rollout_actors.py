@@ -16,7 +16,7 @@ import ray  # noqa: E402
 from models import make_model  # noqa: E402
 from vllm_engines import Trainer  # noqa: E402
 
-from openrlhf_logra.host import engine_client, plugin, rollout_actor  # noqa: E402
+from openrlhf_logra.host import engine_client, rollout_actor, runtime_env  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def engines(model):
         num_gpus=2,
         num_cpus=4,
         include_dashboard=False,
-        runtime_env={"worker_process_setup_hook": plugin.SETUP_HOOK},
+        runtime_env={"worker_process_setup_hook": runtime_env.OUR_HOOK},
     )
     settings = {"seed": 0, "full_determinism": False, "enable_prefix_caching": True, "enforce_eager": True}
     yield stock.create_vllm_engines(2, 1, str(model), max_model_len=512, gpu_memory_utilization=0.5, **settings)

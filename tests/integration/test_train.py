@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,22 +133,27 @@ def check_step_control(path: Path, resumed: int) -> None:
         assert line["logra/realized_kl"] > 0 and line["logra/mismatch"] >= 0
 
 
-def test_resume_syncs_dense_first_and_interruption_leaves_nothing(tiny_model, tmp_path):
-    """Save every step, stop with Ctrl-C after the second, resume: one dense sync, then records again, in one log.
-    Step control goes on where it was. (At a temperature at which vLLM's log-probabilities need processing.)"""
+@pytest.mark.parametrize("end", ["ctrl-c", "kill -9 of a trainer actor"])
+def test_resume_syncs_dense_first_and_an_end_leaves_nothing(end, tiny_model, tmp_path):
+    """Save every step, end after the second, resume: one dense sync, then records again, in one log. Step control goes
+    on where it was. (At a temperature at which vLLM's log-probabilities need processing.)"""
     changes = {"--ckpt.save_steps": 1, "--algo.advantage.estimator": "reinforce", "--rollout.temperature": 0.8}
     flags = stock_flags(tiny_model, tmp_path, steps=4, **changes)
     flags += [*LOGRA_FLAGS, "--logra.sync.log_dir", "records", "--logra.reward_baseline", "running"]
     flags += ["--logra.callbacks", "record:Record"]
     (tmp_path / "record.py").write_text(RECORD)
     process, log, mark = start(flags, tmp_path)
-    end = time.monotonic() + 300
-    while "[logra] step 2:" not in log.read_text(errors="replace") and time.monotonic() < end:
+    deadline = time.monotonic() + 300
+    while "[logra] step 2:" not in log.read_text(errors="replace") and time.monotonic() < deadline:
         time.sleep(0.2)
     assert "[logra] step 2:" in log.read_text(errors="replace"), log.read_text(errors="replace")[-3000:]
-    while not (tmp_path / "checkpoints/_actor/latest").exists() and time.monotonic() < end:
+    while not (tmp_path / "checkpoints/_actor/latest").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)
+    if end == "ctrl-c":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        (trainer,) = re.findall(r"active in the trainer actor \(pid (\d+)\)", log.read_text(errors="replace"))
+        os.kill(int(trainer), signal.SIGKILL)
     process.wait(60)
     assert process.returncode != 0
     assert wait_until_gone(mark, 30) == []
