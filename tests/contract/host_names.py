@@ -57,6 +57,8 @@ SIGNATURES = {
     "openrlhf.trainer.ray.ppo_actor.PolicyModelActor": {
         "_get_free_port": [],
         "init_model_from_pretrained": ["strategy", "pretrain", "max_steps", "vllm_engines"],
+        "offload_states": [],
+        "reload_states": [],
     },
     "openrlhf.trainer.ray.vllm_engine.RolloutRayActor": {
         "__init__": ["args", "bundle_indices", "agent_func_path", "remote_rm_url", "mm_pad_token_ids", "kwargs"],
