@@ -54,7 +54,7 @@ class UpdateContext:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def hold(self, reason: str) -> None:
-        """Do not take this step; the log says why. Every rank must say so. (Where the host's own optimizer has taken
+        """Do not take this step; the log says why. Every rank must say so. (Where the host's own optimizer takes
         it, `--logra.method dense`, neither this nor alpha has an effect.)"""
         self.held = reason
 

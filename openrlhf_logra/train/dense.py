@@ -64,7 +64,8 @@ def dropping(engine) -> Iterator[None]:
         optimizer.overflow = False
         if checks is not None:
             optimizer.check_grad_overflow = checks
-        vars(optimizer).pop("step", None)
+        if not engine.zero_optimization():
+            del optimizer.step
 
 
 def state_bytes(engine) -> int:
