@@ -74,7 +74,7 @@ class RecordStream:
         self._every_version, self._log = every_version, log
         self._open: list[Record] = []  # not sealed yet: one, or more after an error
         self._recorded = version  # the version that the last record leads to
-        self._complete = version  # the version up to which records hold the compared parameters' changes
+        self._compared_version = version  # the version up to which records hold the compared parameters' changes
         self._compared = {name: parameters[name] for name in compared}
         self._copies = {name: counted_elements(p)[0].cpu().clone() for name, p in self._compared.items()}
         self.clear()
@@ -129,18 +129,18 @@ class RecordStream:
 
     def _compare(self) -> None:
         """Let an open record hold what has changed in the compared parameters since one last did. A collective."""
-        if not self._compared or self._complete == self.version:
+        if not self._compared or self._compared_version == self.version:
             return
         own, changes = self._differences()
         if self._is_sender:
             if self.form == "sparse":
-                self._open.append(sparse_record(changes, self._complete, self.version))
+                self._open.append(sparse_record(changes, self._compared_version, self.version))
             else:
                 self._open[-1] = self._open[-1].with_changes(changes)
         for name, elements in own.items():
             copy, start = self._copies[name], counted_elements(self._compared[name])[1]
             copy.view(torch.int16)[elements.indices - start] = elements.bits
-        self._complete = self.version
+        self._compared_version = self.version
 
     def _seal(self) -> None:
         while self._open:
