@@ -14,7 +14,7 @@ from openrlhf.trainer.ppo_utils import experience_maker
 from ..config import from_hierarchy
 from ..math.baseline import RunningBaseline
 from ..sync.trainer import SyncReport
-from ..train.coverage import human_bytes
+from ..units import bytes_text
 from .stock import plain
 
 _BASELINE_CHECKPOINT_KEY = "logra_reward_baseline"
@@ -98,7 +98,7 @@ def _sync_metrics(report: SyncReport) -> dict[str, float]:
 def _step_line(step: int, status: dict, report: SyncReport | None, seconds: float) -> str:
     parts = [f"[logra] step {step}: reward {status.get('rollout/reward_mean', float('nan')):.3f}"]
     if "logra/alpha" in status:
-        parts.append(f"alpha {status['logra/alpha']:.3f}")
+        parts.append(f"alpha {status['logra/alpha']:.3g}")
         parts.append(f"|step|/|W| {status['logra/update_ratio']:.1e}")
     if "logra/realized_kl" in status:
         parts.append(f"KL {status['logra/realized_kl']:.1e} of {status['logra/kl_budget']:.1e}")
@@ -106,8 +106,8 @@ def _step_line(step: int, status: dict, report: SyncReport | None, seconds: floa
         parts.append(f"skipped {status['logra/skipped']:.0f}")
     if report is not None:
         parts.append(f"version {report.version}")
-        full = human_bytes(report.dense_bytes)
-        parts.append(f"sync {report.mode} {human_bytes(report.sync_bytes)} of {full}")
+        full = bytes_text(report.dense_bytes)
+        parts.append(f"sync {report.mode} {bytes_text(report.sync_bytes)} of {full}")
         if report.digest_ok is not None:
             parts.append(f"digest {'ok' if report.digest_ok else 'repaired'} {report.digest:016x}")
     parts.append(f"{seconds:.1f} s")

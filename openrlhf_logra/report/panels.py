@@ -15,7 +15,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from openrlhf_logra.report.reader import Points
-from openrlhf_logra.report.summary import bytes_text
+from openrlhf_logra.units import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,7 +27,8 @@ from openrlhf_logra.report.panels import (
     running_mean,
 )
 from openrlhf_logra.report.reader import merge_scalars, read_run
-from openrlhf_logra.report.summary import bytes_text, seconds_text, summary_rows, summary_table
+from openrlhf_logra.report.summary import summary_rows, summary_table
+from openrlhf_logra.units import bytes_text, seconds_text
 
 SUMMARY = {
     "pass1_before": 0.331,
