@@ -12,8 +12,9 @@ from typing import Any
 from .math.direction import OPTIMIZERS, DirectionConfig
 from .math.exact import ROUNDINGS
 from .math.kl import KLSettings
+from .math.limiter import check_limit
 from .math.projection import DISTRIBUTIONS
-from .strategies import strategy_names
+from .strategies import strategy_class, strategy_names
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROBES = ("auto", "jvp", "fd")
@@ -36,14 +37,19 @@ def _flag(name: str, default: Any, help: str, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class LograConfig:
-    """The parsed flags. Attribute `sync_mode` is the flag `--logra.sync.mode`, and so on."""
+    """The parsed flags. Attribute `sync_mode` is the flag `--logra.sync.mode`, and so on.
+
+    Raises:
+        ConfigError: there is no such strategy, or its module cannot be loaded.
+    """
 
     enable: bool = _flag("enable", False, "Train with LoGRA. Without this flag nothing of the host changes.")
     method: str = _flag(
         "method",
         "logra",
-        "Registered strategy that turns gradients into updates: logra, or dense (OpenRLHF's own AdamW on all "
-        "parameters, with the lossless sync; only the --logra.sync flags matter to it).",
+        "Registered strategy that turns gradients into updates: logra; galore, fira, flora (full gradients, small "
+        "states, the actor's learning rate); lora (OpenRLHF's own, of --ds.lora.rank) and dense (its AdamW on all "
+        "parameters), with a lossless sync of what changed; flags of sketches and steps do not matter to these two.",
         choices=strategy_names,
     )
     rank: int = _flag("rank", 256, "Rank r of every target's sketch.")
@@ -52,16 +58,19 @@ class LograConfig:
     refresh_every: int | None = _flag(
         "refresh_every",
         None,
-        "Draw a new projection every K updates; 0 keeps the first. Default: 20 for adam, else 1.",
+        "Draw a new projection, or find a new subspace, every K updates; 0 keeps the first. Default: 200 for galore, "
+        "fira and flora, 20 for adam, else 1.",
         type=int,
     )
     target_modules: tuple[str, ...] = _flag(
         "target_modules", DEFAULT_TARGETS, "Names (last path components) of the nn.Linear modules to train.", nargs="+"
     )
     optimizer: str = _flag("optimizer", "row_adam", "Direction computed from the sketch.", choices=OPTIMIZERS)
-    beta1: float = _flag("beta1", 0.9, "First-moment decay of adam.")
-    beta2: float = _flag("beta2", 0.95, "Second-moment decay of row_adam and adam.")
-    eps: float = _flag("eps", 1e-8, "Relative floor of the second moment's root in row_adam and adam.")
+    beta1: float = _flag("beta1", 0.9, "First-moment decay of adam, galore, fira and flora.")
+    beta2: float = _flag("beta2", 0.95, "Second-moment decay of row_adam, adam, galore and fira.")
+    eps: float = _flag(
+        "eps", 1e-8, "Floor of the second moment's root: relative in row_adam and adam, absolute in galore and fira."
+    )
     update_ratio: float = _flag(
         "update_ratio", 6e-5, "Proposed |step| / |W| over all targets, before the step size alpha scales it."
     )
@@ -71,6 +80,13 @@ class LograConfig:
         "What happens to all other parameters: freeze keeps them, adamw trains them with OpenRLHF's own AdamW, by its "
         "schedule.",
         choices=("freeze", "adamw"),
+    )
+    norm_growth_limit: float | None = _flag(
+        "norm_growth_limit",
+        None,
+        "Factor by which the norm of an update (logra), or of each target's part outside of the subspace (fira), may "
+        "grow from one update to the next; inf does not limit. Default: 1.01 for fira, else inf.",
+        type=float,
     )
     rounding: str = _flag(
         "rounding", "stochastic", "How updated weights round to bf16; nearest is an ablation.", choices=ROUNDINGS
@@ -82,13 +98,19 @@ class LograConfig:
         "nothing.",
     )
     kl_budget: float = _flag(
-        "kl.budget", 2e-4, "KL per token that the first update may cost: alpha = sqrt(budget / q), see alpha_max."
+        "kl.budget",
+        KLSettings.budget,
+        "KL per token that the first update may cost: alpha = sqrt(budget / q), see alpha_max.",
     )
     kl_final_budget: float = _flag(
-        "kl.final_budget", 2e-5, "KL per token that an update may cost from update `kl.horizon` on."
+        "kl.final_budget", KLSettings.final_budget, "KL per token that an update may cost from update `kl.horizon` on."
     )
-    kl_horizon: int = _flag("kl.horizon", 300, "Updates over which the budget falls, along half a cosine.")
-    kl_alpha_max: float = _flag("kl.alpha_max", 3.0, "Largest step size; the proposed step has size 1.")
+    kl_horizon: int = _flag(
+        "kl.horizon", KLSettings.horizon, "Updates over which the budget falls, along half a cosine."
+    )
+    kl_alpha_max: float = _flag(
+        "kl.alpha_max", KLSettings.alpha_max, "Largest step size; the proposed step has size 1."
+    )
     kl_probe: str = _flag(
         "kl.probe",
         "auto",
@@ -103,8 +125,12 @@ class LograConfig:
         False,
         "Do not take the mismatch of rollout and trainer log-probabilities off the budget.",
     )
-    kl_mismatch_ema: float = _flag("kl.mismatch_ema", 0.3, "Weight of a new observation of the mismatch.")
-    kl_mismatch_floor: float = _flag("kl.mismatch_floor", 0.5, "Share of the budget that the mismatch must leave.")
+    kl_mismatch_ema: float = _flag(
+        "kl.mismatch_ema", KLSettings.mismatch_ema, "Weight of a new observation of the mismatch."
+    )
+    kl_mismatch_floor: float = _flag(
+        "kl.mismatch_floor", KLSettings.mismatch_floor, "Share of the budget that the mismatch must leave."
+    )
     kl_feedback: bool = _flag(
         "kl.feedback", False, "Correct the budget by the smoothed ratio of realised to predicted KL."
     )
@@ -149,10 +175,21 @@ class LograConfig:
     )
 
     def __post_init__(self):
+        try:
+            strategy = strategy_class(self.method)
+        except Exception as error:
+            raise ConfigError(f"--logra.method {self.method}: cannot be loaded: {one_line(error)}") from error
         if self.refresh_every is None:
-            object.__setattr__(self, "refresh_every", 20 if self.optimizer == "adam" else 1)
+            object.__setattr__(self, "refresh_every", strategy.default_refresh(self.optimizer))
+        if self.norm_growth_limit is None:
+            object.__setattr__(self, "norm_growth_limit", strategy.default_growth_limit)
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
         object.__setattr__(self, "callbacks", tuple(self.callbacks))
+
+    @property
+    def controls_kl(self) -> bool:
+        """Whether alpha is set by predicted KL: the flags ask for it, and the strategy's steps can be probed."""
+        return not self.kl_disable and strategy_class(self.method).can_probe
 
     def direction(self) -> DirectionConfig:
         """The constants of the direction."""
@@ -181,7 +218,11 @@ class LograConfig:
         _require(self.refresh_every >= 0, "refresh_every", self.refresh_every, "0 (never) or a positive integer")
         _require(0 <= self.beta1 < 1, "beta1", self.beta1, "at least 0 and below 1")
         _require(0 <= self.beta2 < 1, "beta2", self.beta2, "at least 0 and below 1")
-        _require(0 < self.eps < math.inf, "eps", self.eps, "a positive number")
+        # Smaller or larger ones leave float32 where a second moment is zero.
+        _require(1e-16 <= self.eps <= 1, "eps", self.eps, "a number from 1e-16 to 1")
+        _require(
+            check_limit(self.norm_growth_limit), "norm_growth_limit", self.norm_growth_limit, "at least 1, or inf"
+        )
         _require(0 < self.update_ratio <= 1, "update_ratio", self.update_ratio, "a number in (0, 1]")
         for name in ("budget", "final_budget", "alpha_max"):
             value = getattr(self, f"kl_{name}")
@@ -192,15 +233,20 @@ class LograConfig:
         _require(0 < self.kl_mismatch_ema <= 1, "kl.mismatch_ema", self.kl_mismatch_ema, "above 0 and at most 1")
         _require(0 <= self.kl_mismatch_floor <= 1, "kl.mismatch_floor", self.kl_mismatch_floor, "from 0 to 1")
         _require(self.sync_verify_every >= 1, "sync.verify_every", self.sync_verify_every, "an integer of at least 1")
-        if self.method == "dense" and self.sync_mode == "factor":
+        if self.sync_mode == "factor" and not strategy_class(self.method).exact_updates:
             raise ConfigError(
-                "--logra.sync.mode factor: --logra.method dense makes no factors; use auto, sparse or dense"
+                f"--logra.sync.mode factor: --logra.method {self.method} makes no factors; use auto, sparse or dense"
             )
         if self.distribution == "gaussian" and self.sync_mode == "factor":
             raise ConfigError(
                 "--logra.sync.mode factor needs --logra.distribution rademacher: a Gaussian update is not an integer "
                 "product, so that engines cannot repeat it bit for bit; use --logra.sync.mode auto"
             )
+
+
+def flag_of(attribute: str) -> str:
+    """The flag of an attribute of LograConfig."""
+    return f"--logra.{LograConfig.__dataclass_fields__[attribute].metadata['flag']}"
 
 
 def _require(holds: bool, flag: str, value: Any, accepted: str) -> None:

@@ -11,14 +11,15 @@ from openrlhf.utils.utils import get_strategy as get_stock_strategy
 
 from ..config import from_hierarchy
 from ..strategies import strategy_class
-from ..strategies.base import StepOutcome, Strategy
+from ..strategies.base import Strategy
 from ..sync.trainer import digests_of
-from ..train import checkpoint, dense
+from ..train import checkpoint, host_optimizer
 from ..train.buffers import restore_computed_buffers
 from ..train.callbacks import Callback, UpdateContext, load_callbacks
 from ..train.coverage import render
-from ..train.kl_control import KLControl, controls_kl
+from ..train.kl_control import KLControl
 from ..train.probe import ProbeBatch, Response
+from ..train.step import StepOutcome
 from . import cpu
 
 _CHECKPOINT_KEY = "logra"
@@ -52,6 +53,8 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             self.print(f"[logra] restored to float32, as the rollout engines have them: {', '.join(restored)}")
         if unclear:
             self.print(f"[logra] possibly rounded to bf16 by ZeRO-3, and not restored: {', '.join(unclear)}")
+        if self.logra.sizes_steps and not self.logra.can_probe and not config.kl_disable:
+            self.print(f"[logra] {config.method}: steps are sized by the actor's learning rate, not by predicted KL")
         prepared = super()._ds_init_train_model(model, cfg)
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)
@@ -61,7 +64,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         self.metrics: list[dict[str, float]] = []  # of each outcome's update, from callbacks
         self.responses: list[Response] = []  # the first of the update under way
         self.callbacks: dict[str, Callback] = {}
-        if controls_kl(config):
+        if config.controls_kl:
             self.callbacks[_KL_CONTROL] = KLControl(config.kl_settings(), config.kl_probe, self.print)
         self.callbacks.update(zip(config.callbacks, load_callbacks(config.callbacks)))
         self.resumed = False
@@ -73,7 +76,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
     @property
     def state_bytes(self) -> int:
         """Bytes of trainer state that this rank keeps: the strategy's, and DeepSpeed's of what it trains."""
-        return self.logra.state_bytes + (dense.state_bytes(self._policy_engine) if self.logra.dense else 0)
+        return self.logra.state_bytes + (host_optimizer.state_bytes(self._policy_engine) if self.logra.dense else 0)
 
     @property
     def kl_control(self) -> KLControl | None:
@@ -92,14 +95,15 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             return super().optimizer_step(optimizer, model, scheduler, name=name, **kwargs)
         stock_step = partial(super().optimizer_step, optimizer, model, scheduler, name=name, **kwargs)
         if engine.is_gradient_accumulation_boundary():
-            self._logra_step(scheduler.get_last_lr()[0] / scheduler.base_lrs[0], stock_step)
+            alpha = self.logra.scheduled(scheduler.get_last_lr()[0], scheduler.base_lrs[0])
+            self._logra_step(alpha, stock_step)
         else:
             stock_step()
 
     def _logra_step(self, alpha: float, stock_step: Callable[[], None]) -> None:
         """One update. DeepSpeed's own part of it is not taken where ours is not, and clipped by the same factor."""
         engine, shared = self._policy_engine, self.logra.sizes_steps and bool(self.logra.dense)
-        dense_norm = dense.gradient_norm(engine) if shared else 0.0
+        dense_norm = host_optimizer.gradient_norm(engine) if shared else 0.0
         proposal = self.logra.propose(self._max_norm, dense_norm)
         context = UpdateContext(
             version=self.logra.version,
@@ -117,18 +121,22 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         outcome = self.logra.commit(proposal, context.decided())
         with contextlib.ExitStack() as stack:
             if shared and outcome.skipped:
-                stack.enter_context(dense.dropping(engine))
+                stack.enter_context(host_optimizer.dropping(engine))
             elif shared and 0 < self._max_norm < proposal.grad_norm:
-                stack.enter_context(dense.clipping_at(engine, self._max_norm * dense_norm / proposal.grad_norm))
+                stack.enter_context(
+                    host_optimizer.clipping_at(engine, self._max_norm * dense_norm / proposal.grad_norm)
+                )
             stock_step()
         context.outcome = replace(outcome, updates=())  # figures only: the updates are the sync's business
         for callback in self.callbacks.values():
             callback.on_step_end(context)
         self.responses.clear()
         self.outcomes.append(context.outcome)
-        self.metrics.append(context.metrics)
+        self.metrics.append({**outcome.metrics, **context.metrics})
+        if outcome.notice:
+            self.print(f"[logra] {outcome.notice}")
         if outcome.skipped:
-            reason = context.held or f"gradients are not finite (|S| = {outcome.sketch_norm}, others {dense_norm})"
+            reason = context.held or f"gradients, weights or step are not finite (gradient norm {outcome.grad_norm})"
             self.print(f"[logra] update skipped: {reason}")
         else:
             self.push(outcome.updates, outcome.version)
@@ -159,7 +167,7 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
                 f"[logra] {found.folder / found.tag} {difference}: its weights are continued, the state of "
                 "DeepSpeed's optimizer begins anew"
             )
-            path, states = str(found.folder), checkpoint.adopt(found, model, self.logra.parameters())
+            path, states = str(found.folder), checkpoint.adopt(found, model, self.logra.stored())
         else:
             path, states = super().load_ckpt(model, load_dir, tag, *args, **kwargs)
         if path is not None:

@@ -6,7 +6,6 @@ OpenRLHF asks for them only where it corrects by importance sampling.
 from types import SimpleNamespace
 
 from ..config import LograConfig
-from ..train.kl_control import controls_kl
 
 VARIABLE = "OPENRLHF_LOGRA_ROLLOUT_LOG_PROBS"  # the mode, for rollout actors; absent where they are left alone
 RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names
@@ -14,7 +13,7 @@ RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names
 
 def wanted(config: LograConfig) -> bool:
     """Whether the flags ask for mismatch subtraction."""
-    return controls_kl(config) and not config.kl_no_mismatch_subtraction
+    return config.controls_kl and not config.kl_no_mismatch_subtraction
 
 
 def mode(args: SimpleNamespace) -> str | None:

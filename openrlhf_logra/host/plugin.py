@@ -37,9 +37,10 @@ def enable(flat: argparse.Namespace, main: ModuleType) -> None:
 
 
 def _adapt_to_cpu(flat: argparse.Namespace, args) -> None:
-    """Defaults of the stock command line that mean a GPU; said, not silent."""
+    """Defaults of the stock command line that mean a GPU."""
     if args.vllm.sync_backend == "nccl":
         setattr(flat, "vllm.sync_backend", "gloo")
+        print("[logra] no GPU: --vllm.sync_backend gloo in place of nccl", flush=True)
 
 
 def _replace_classes(main: ModuleType) -> None:

@@ -1,14 +1,16 @@
 """What cannot work is refused before Ray starts: one line with the reason and the way out (spec section 9)."""
 
+import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
+
+from torch import nn
 
 from ..config import ConfigError, LograConfig, one_line
 from ..strategies import strategy_class
 from ..sync.log import record_files
 from ..train.callbacks import load_callbacks
-from ..train.kl_control import controls_kl
 from .models import load_skeleton, looks_local
 from .vllm_plugin import let_through
 
@@ -34,9 +36,13 @@ def check(args: SimpleNamespace, config: LograConfig) -> None:
 def _check_combinations(args: SimpleNamespace) -> None:
     refused = [
         (
-            args.ds.lora.rank > 0,
-            f"--ds.lora.rank {args.ds.lora.rank}: LoRA trains adapters, LoGRA the weights themselves; "
-            "set --ds.lora.rank 0 or drop --logra.enable",
+            args.ds.lora.rank > 0 and args.logra.method != "lora",
+            f"--ds.lora.rank {args.ds.lora.rank}: LoRA trains adapters, --logra.method {args.logra.method} weights; "
+            "set --ds.lora.rank 0, or train the adapters with --logra.method lora",
+        ),
+        (
+            args.ds.lora.rank <= 0 and args.logra.method == "lora",
+            f"--logra.method lora: trains the adapters of --ds.lora.rank, which is {args.ds.lora.rank}; set it",
         ),
         (args.ds.load_in_4bit, "--ds.load_in_4bit: 4-bit weights cannot be updated in place; drop it"),
         (
@@ -78,9 +84,13 @@ def _check_combinations(args: SimpleNamespace) -> None:
         ),
         (not args.vllm.num_engines, "--vllm.num_engines must be at least 1: LoGRA synchronises vLLM engines"),
         (
-            args.actor.adam.lr <= 0,
+            not 0 < args.actor.adam.lr < math.inf,
             f"--actor.adam.lr {args.actor.adam.lr}: OpenRLHF's schedule needs a positive one, and under "
             "--logra.kl.disable alpha is lr / peak lr",
+        ),
+        (
+            not 0 <= args.actor.max_norm < math.inf,
+            f"--actor.max_norm {args.actor.max_norm}: must be a positive number, or 0 for none",
         ),
         (
             args.logra.eval_at_start and args.train.async_enable,
@@ -100,7 +110,7 @@ def _check_step_control(args: SimpleNamespace, config: LograConfig) -> None:
     running = config.reward_baseline == "running"
     refused = [
         (
-            controls_kl(config) and not args.rollout.temperature > 0,
+            config.controls_kl and not args.rollout.temperature > 0,
             f"--rollout.temperature {args.rollout.temperature}: predicted-KL control needs a positive one; set it, or "
             "--logra.kl.disable",
         ),
@@ -120,10 +130,12 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
     if not path:
         raise ConfigError("--actor.model_name_or_path is missing; give a model directory or a hub name")
     model = load_skeleton(path)
+    if config.method == "lora":
+        model = _with_adapters(model, args)
     strategy = strategy_class(config.method)(config, model)
     head = model.get_output_embeddings()
     if (
-        controls_kl(config)
+        config.controls_kl
         and head is not None
         and any(model.get_parameter(n) is head.weight for n in set(strategy.trained) - set(strategy.dense))
     ):
@@ -131,11 +143,25 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
             "--logra.target_modules: predicted-KL control measures the policy at the output head's input, so that it "
             "cannot be trained meanwhile; leave the head out, or add --logra.kl.disable"
         )
-    if controls_kl(config) and hasattr(model.config, "vision_config"):
+    if config.controls_kl and hasattr(model.config, "vision_config"):
         raise ConfigError(
             f"--actor.model_name_or_path {path}: predicted-KL control does not pass images through the model yet; add "
             "--logra.kl.disable"
         )
+
+
+def _with_adapters(model: nn.Module, args: SimpleNamespace) -> nn.Module:
+    """The model as OpenRLHF adapts it."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = args.ds.lora
+    try:
+        return get_peft_model(
+            model, LoraConfig(r=lora.rank, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+        )
+    except ValueError as error:
+        names = lora.target_modules if isinstance(lora.target_modules, str) else " ".join(lora.target_modules)
+        raise ConfigError(f"--ds.lora.target_modules {names}: {one_line(error)}") from error
 
 
 def _check_log(args: SimpleNamespace, config: LograConfig) -> None:

@@ -159,7 +159,7 @@ def move(direction: Direction, device: torch.device | str) -> None:
             setattr(direction, name, value.to(device))
 
 
-def state_bytes(optimizer: str, rows: int, rank: int) -> int:
+def moment_bytes(optimizer: str, rows: int, rank: int) -> int:
     """Bytes of moments that `optimizer` keeps for a target of `rows` rows at rank `rank`."""
     return {"sgd": 0, "row_adam": 4 * rows, "adam": 8 * rows * rank}[optimizer]
 

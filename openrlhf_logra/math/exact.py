@@ -9,6 +9,7 @@
 No intermediate of the size of W is formed: work proceeds in tiles of rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -67,12 +68,54 @@ class Update:
     s: torch.Tensor | None
     rounding: str = "stochastic"
 
+    @property
+    def name(self) -> str:
+        return self.projection.name
+
+    @property
+    def seed(self) -> int:
+        return self.projection.seed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q.shape[0], self.projection.width
+
     def to(self, device: torch.device) -> "Update":
         """The same update with its coefficients on `device`."""
         return replace(self, q=self.q.to(device), s=None if self.s is None else self.s.to(device))
 
+    def steps(self, cols: slice, device: torch.device) -> Callable[[slice], torch.Tensor]:
+        """Maps rows to the step on them and `cols`, float32: s_i D_ij (exact), or C R (Gaussian)."""
+        here, signs = self.to(device), self.projection.block(cols=cols, device=device)
+        return lambda rows: _product(here, rows, signs)
 
-def apply_block(weight: torch.Tensor, update: Update, row0: int = 0, col0: int = 0) -> None:
+
+@dataclass(frozen=True)
+class FullUpdate:
+    """One target's update number `update` where it is no product of factors: the step itself, on the trainer's ranks.
+
+    Attributes:
+        name: of the matrix.
+        seed, update, rounding: as in `Update`; the first two address the dither.
+        step: what is subtracted, float32 [d, k].
+    """
+
+    name: str
+    seed: int
+    update: int
+    step: torch.Tensor
+    rounding: str = "stochastic"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.step.shape[0], self.step.shape[1]
+
+    def steps(self, cols: slice, device: torch.device) -> Callable[[slice], torch.Tensor]:
+        """Maps rows to the step on them and `cols`, float32."""
+        return lambda rows: self.step[rows, cols].to(device)
+
+
+def apply_block(weight: torch.Tensor, update: Update | FullUpdate, row0: int = 0, col0: int = 0) -> None:
     """Apply `update` in place to W[row0:row0 + n, col0:col0 + m].
 
     Args:
@@ -87,7 +130,8 @@ def apply_block(weight: torch.Tensor, update: Update, row0: int = 0, col0: int =
     if rows == 0 or cols == 0:
         return
     # The same bits in one pass over W, for integer factors. A machine without a GPU neither needs nor imports it.
-    if weight.is_cuda and update.s is not None and find_spec("triton") is not None:
+    integers = isinstance(update, Update) and update.s is not None
+    if weight.is_cuda and integers and find_spec("triton") is not None:
         from ..kernels.apply import apply_block as twin
 
         twin(weight, update, row0, col0)
@@ -95,26 +139,25 @@ def apply_block(weight: torch.Tensor, update: Update, row0: int = 0, col0: int =
         apply_tiles(weight, update, row0, col0)
 
 
-def apply_tiles(weight: torch.Tensor, update: Update, row0: int, col0: int) -> None:
+def apply_tiles(weight: torch.Tensor, update: Update | FullUpdate, row0: int, col0: int) -> None:
     """What `apply_block` does, in torch operations on tiles of rows: on any device, and the twin's reference."""
     rows, cols = weight.shape
-    update = update.to(weight.device)
-    signs = update.projection.block(cols=slice(col0, col0 + cols), device=weight.device)
-    for start in range(0, rows, step := _tile_rows(rows, cols)):
-        tile = weight[start : start + step]
-        product = _product(update, slice(row0 + start, row0 + start + tile.shape[0]), signs)
-        _write(tile, product, update, row0 + start, col0)
+    step_on = update.steps(slice(col0, col0 + cols), weight.device)
+    for start in range(0, rows, count := _tile_rows(rows, cols)):
+        tile = weight[start : start + count]
+        step = step_on(slice(row0 + start, row0 + start + tile.shape[0]))
+        _write(tile, step, update, row0 + start, col0)
 
 
-def apply_flat(shard: torch.Tensor, update: Update, start: int) -> None:
+def apply_flat(shard: torch.Tensor, update: Update | FullUpdate, start: int) -> None:
     """Apply `update` in place to the row-major flat elements [start, start + n) of W (a ZeRO-3 partition).
 
     Args:
         shard: bf16 [n], contiguous; elements beyond the end of the matrix (padding of the partition) are left alone.
         start: flat index of its first element in the Hugging Face matrix.
     """
-    width = update.projection.width
-    end = min(start + shard.numel(), update.q.shape[0] * width)
+    rows, width = update.shape
+    end = min(start + shard.numel(), rows * width)
     position = start
     while position < end:
         row, col = divmod(position, width)
@@ -133,14 +176,12 @@ def _tile_rows(rows: int, cols: int) -> int:
     return max(1, min(_TILE_ELEMENTS // cols, -(-rows // 2)))
 
 
-def _check(weight: torch.Tensor, update: Update, row0: int, rows: int, col0: int, cols: int) -> None:
-    matrix = (update.q.shape[0], update.projection.width)
+def _check(weight: torch.Tensor, update: Update | FullUpdate, row0: int, rows: int, col0: int, cols: int) -> None:
+    matrix = update.shape
     if weight.dtype is not torch.bfloat16:
-        raise ValueError(f"{update.projection.name}: updates apply to bfloat16 weights, not {weight.dtype}")
+        raise ValueError(f"{update.name}: updates apply to bfloat16 weights, not {weight.dtype}")
     if row0 < 0 or col0 < 0 or row0 + rows > matrix[0] or col0 + cols > matrix[1]:
-        raise ValueError(
-            f"{update.projection.name}: block [{row0}:{row0 + rows}, {col0}:{col0 + cols}] lies outside of {matrix}"
-        )
+        raise ValueError(f"{update.name}: block [{row0}:{row0 + rows}, {col0}:{col0 + cols}] lies outside of {matrix}")
 
 
 def _product(update: Update, rows: slice, signs: torch.Tensor) -> torch.Tensor:
@@ -173,11 +214,11 @@ def _float32_products_are_exact() -> bool:
         return False
 
 
-def _write(tile: torch.Tensor, product: torch.Tensor, update: Update, row0: int, col0: int) -> None:
-    y = tile.float().sub_(product)
+def _write(tile: torch.Tensor, step: torch.Tensor, update: Update | FullUpdate, row0: int, col0: int) -> None:
+    y = tile.float().sub_(step)
     if update.rounding == "stochastic":
-        key = derive_key("dither", update.projection.seed, update.update, update.projection.name)
-        dither = dither_block(key, row0, tile.shape[0], col0, tile.shape[1], update.projection.width, tile.device)
+        key = derive_key("dither", update.seed, update.update, update.name)
+        dither = dither_block(key, row0, tile.shape[0], col0, tile.shape[1], update.shape[1], tile.device)
         bits = y.view(torch.int32).add_(dither).bitwise_and_(-65536)
         y = bits.view(torch.float32)
     tile.copy_(y)

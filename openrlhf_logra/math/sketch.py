@@ -42,29 +42,36 @@ class SketchSink:
     Attributes:
         value: S, float32 [d, r]; usually a view of the flat buffer of all targets.
         contributions: number of backward passes added since `clear`.
+        closed: whether the update under way is being decided; until `clear`, adding to it is an error.
     """
 
     def __init__(self, value: torch.Tensor):
         self.value = value
         self.contributions = 0
+        self.closed = False
 
     def add(self, grad_output: torch.Tensor, projected: torch.Tensor) -> None:
-        """S += g^T P with float32 products and sums. grad_output [N, d], any float dtype; projected [N, r] float32."""
+        """S += g^T P with float32 products and sums. grad_output [N, d] and projected [N, r], any float dtype."""
+        if self.closed:
+            raise RuntimeError(
+                "LoGRA: a backward pass (of a callback?) while an update is being decided would change it"
+            )
         for g, p in zip(grad_output.split(_TOKENS_AT_ONCE), projected.split(_TOKENS_AT_ONCE)):
-            self.value.addmm_(g.float().t(), p)
+            self.value.addmm_(g.float().t(), p.float())
         self.contributions += 1
 
     def clear(self) -> None:
         """Set S and the count to zero."""
         self.value.zero_()
         self.contributions = 0
+        self.closed = False
 
 
 def sketch_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    projection: Callable[[], torch.Tensor],
+    projection: Callable[[], torch.Tensor] | None,
     sink: SketchSink,
 ) -> torch.Tensor:
     """x W^T + b; if a backward pass follows, sink.value gains G A^T of this call.
@@ -73,15 +80,17 @@ def sketch_linear(
         x: input [..., k].
         weight: W [d, k], not requiring grad.
         bias: [d] or None.
-        projection: returns A [r, k] in float32; called only where a backward pass may follow.
-        sink: receives the sketch of [d, r].
+        projection: returns A [r, k] in float32; called only where a backward pass may follow. None is the identity: a
+            sketch that is the full gradient.
+        sink: receives the sketch, [d, r].
 
     Returns:
         Output [..., d], the same bits as `torch.nn.functional.linear`.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return F.linear(x, weight, bias)
-    projected = project(x.detach(), projection())
+    x_only = x.detach()
+    projected = x_only.reshape(-1, x.shape[-1]) if projection is None else project(x_only, projection())
     return _SketchLinear.apply(x, weight, bias, projected, sink)
 
 

@@ -1,23 +1,61 @@
-"""Strategies: what happens to the gradients at an accumulation boundary. One name, one class (`--logra.method`)."""
+"""Strategies: what happens to the gradients at an accumulation boundary. One name, one class (`--logra.method`).
 
+A package of its own brings one with an entry point that names the module in which it is registered:
+
+    [project.entry-points."openrlhf_logra.strategies"]
+    lion = "my_package.lion"               # whose class is decorated with @register_strategy("lion")
+"""
+
+from collections.abc import Callable
 from importlib import import_module
+from importlib.metadata import entry_points
 
-_STRATEGIES = {
-    "logra": "openrlhf_logra.strategies.logra:LograStrategy",
-    "dense": "openrlhf_logra.strategies.dense:DenseStrategy",
-}
+ENTRY_POINTS = "openrlhf_logra.strategies"
+_BUILT_IN = {name: f"{__name__}.{name}" for name in ("logra", "galore", "fira", "flora", "lora", "dense")}
+_registered: dict[str, type] = {}
+
+
+def register_strategy(name: str) -> Callable[[type], type]:
+    """Decorator: `--logra.method name` means this class.
+
+    Raises:
+        ValueError: another class has the name.
+        TypeError: the class is no Strategy.
+    """
+
+    def register(cls: type) -> type:
+        from .base import Strategy
+
+        if not issubclass(cls, Strategy):
+            raise TypeError(f"strategy {name!r}: {cls.__qualname__} does not derive from Strategy")
+        known = _registered.setdefault(name, cls)
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"strategy {name!r} is {known.__module__}.{known.__qualname__} already")
+        return cls
+
+    return register
 
 
 def strategy_names() -> tuple[str, ...]:
-    """Names that `--logra.method` accepts."""
-    return tuple(_STRATEGIES)
+    """Names that `--logra.method` accepts: built in, then those of other packages."""
+    return tuple(dict.fromkeys([*_BUILT_IN, *_registered, *(point.name for point in _points())]))
 
 
 def strategy_class(name: str) -> type:
     """The class registered under `name`; its module is imported only now.
 
     Raises:
-        KeyError: no strategy has this name.
+        ValueError: no strategy has this name, or its entry point names a module that does not register it.
     """
-    module, _, attribute = _STRATEGIES[name].partition(":")
-    return getattr(import_module(module), attribute)
+    if name not in _registered:
+        module = _BUILT_IN.get(name) or next((point.module for point in _points() if point.name == name), None)
+        if module is None:
+            raise ValueError(f"strategy {name!r} is none of {', '.join(strategy_names())}")
+        import_module(module)
+        if name not in _registered:
+            raise ValueError(f"{module} registers no strategy {name!r}")
+    return _registered[name]
+
+
+def _points():
+    return entry_points(group=ENTRY_POINTS)

@@ -1,63 +1,16 @@
 """What every strategy is: the few calls that the host makes, in this order."""
 
+import math
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import nn
 
-from ..config import ConfigError, LograConfig
-from ..math.exact import Update
+from ..config import ConfigError, LograConfig, flag_of
 from ..train.coverage import Coverage
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one accumulation boundary did. None where a strategy has no such figure.
-
-    Attributes:
-        updates: one per target, in order, where engines can repeat the update; else empty.
-        skipped: whether nothing was applied: a sketch, a weight or the step was not finite (or too large to square),
-            or the step was held.
-        version: number of updates applied so far, this one included.
-        grad_norm: unbiased estimate of the global gradient norm, before clipping; None leaves DeepSpeed's own.
-        sketch_norm: the sketches' share of it, sqrt(sum |S|^2).
-        alpha: step size.
-        update_ratio: |step| / |W| over all targets.
-        seconds: time spent on proposing and committing.
-    """
-
-    updates: tuple[Update, ...]
-    skipped: bool
-    version: int
-    grad_norm: float | None = None
-    sketch_norm: float | None = None
-    alpha: float | None = None
-    update_ratio: float | None = None
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A step before its size is known: -alpha eta U A for each target.
-
-    Attributes:
-        finite: whether it can be taken.
-        grad_norm, sketch_norm: as in StepOutcome.
-        eta: so that |eta U A| over all targets is update_ratio |W|.
-        ratio: |step| / |W| at alpha = 1.
-        directions: U of each target, float32 [d, r], on every rank until the step is taken; empty where a strategy's
-            step is no such product.
-        seconds: time spent on it.
-    """
-
-    finite: bool
-    grad_norm: float | None = None
-    sketch_norm: float | None = None
-    eta: float = 0.0
-    ratio: float = 0.0
-    directions: tuple[torch.Tensor, ...] = ()
-    seconds: float = 0.0
+from ..train.shards import Computed
+from ..train.step import Proposal, StepOutcome
 
 
 class Strategy:
@@ -75,16 +28,25 @@ class Strategy:
         trained: names of the parameters that training changes.
         dense: those among them that the host's own optimizer trains.
         exact_updates: whether rollout engines can repeat `StepOutcome.updates` bit for bit.
-        sizes_steps: whether `alpha` sizes the step; False where the host's own optimizer has taken it already.
+        sizes_steps: whether `alpha` sizes the step; False where the host's own optimizer takes it.
+        can_probe: whether predicted KL can be measured: the strategy has `along`.
         version: number of updates applied.
+        default_growth_limit: where `--logra.norm_growth_limit` is not given.
         state_bytes: bytes of trainer state that this rank keeps, DeepSpeed's own apart.
     """
 
     trained: tuple[str, ...]
     dense: tuple[str, ...]
-    exact_updates: bool
-    sizes_steps: bool
-    state_bytes: int
+    exact_updates: bool = False
+    sizes_steps: bool = False
+    can_probe: bool = False
+    default_growth_limit: float = math.inf
+    state_bytes: int = 0
+
+    @classmethod
+    def default_refresh(cls, optimizer: str) -> int:
+        """`--logra.refresh_every` where it is not given, for this `--logra.optimizer`."""
+        return 1
 
     def __init__(self, config: LograConfig, model: nn.Module):
         self.config = config
@@ -95,9 +57,13 @@ class Strategy:
         """What is trained, and what it costs."""
         raise NotImplementedError
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of the stock model by name, a tied one once: what a sync covers."""
+    def parameters(self) -> dict[str, torch.Tensor | Computed]:
+        """Parameters by the names of the stock model, a tied one once: what a sync covers."""
         return dict(self._model.named_parameters())
+
+    def stored(self) -> dict[str, nn.Parameter]:
+        """Parameters by the names that a checkpoint of the trainer has for them."""
+        return self.parameters()
 
     def attach(self) -> None:
         """Change the model before DeepSpeed wraps it."""
@@ -107,6 +73,14 @@ class Strategy:
 
     def move(self, device: torch.device) -> None:
         """Keep the state on another device until moved back, while the trainer sleeps."""
+
+    def scheduled(self, lr: float, peak: float) -> float:
+        """alpha by the host's schedule, where no callback sets it: here its learning rate.
+
+        Args:
+            lr, peak: of this update, and the largest.
+        """
+        return lr
 
     def propose(self, max_norm: float, dense_norm: float = 0.0) -> Proposal:
         """Turn what backward left into one step, not yet taken. A collective.
@@ -120,7 +94,7 @@ class Strategy:
     def along(self, proposal: Proposal, how: float | str) -> AbstractContextManager:
         """For a while the model computes as if the proposed step had been taken at alpha = `how` (no weight changes),
         or, with "jvp", carries the derivative along it as tangents. Forward passes without gradient only. For
-        strategies that size steps."""
+        strategies that can be probed."""
         raise NotImplementedError
 
     def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
@@ -146,7 +120,7 @@ class Strategy:
             ConfigError: the configuration differs; the message names the flags and both values.
         """
         ours, theirs = asdict(self.config), state["config"]
-        changed = [f"{key}: {theirs.get(key)} -> {ours[key]}" for key in ours if _differs(theirs, ours, key)]
+        changed = [f"{flag_of(key)}: {theirs.get(key)} -> {ours[key]}" for key in ours if _differs(theirs, ours, key)]
         if changed:
             raise ConfigError(
                 f"the checkpoint was written with another LoGRA configuration ({'; '.join(changed)}); "
@@ -155,9 +129,21 @@ class Strategy:
         self.version = int(state["version"])
 
 
+class HostTrained(Strategy):
+    """The host's own optimizer trains; updates are counted, and their changes synchronised."""
+
+    def propose(self, max_norm: float, dense_norm: float = 0.0) -> Proposal:
+        return Proposal(finite=True)
+
+    def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
+        self.version += 1
+        return StepOutcome(updates=(), skipped=False, version=self.version)
+
+
 # Flags that do not enter the mathematics may change at a resume.
 _FREE_TO_CHANGE = {
     "callbacks",
+    "kl_probe",
     "sync_mode",
     "sync_verify_every",
     "sync_log_dir",

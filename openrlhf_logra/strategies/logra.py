@@ -17,57 +17,57 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config import LograConfig
-from ..math.direction import Direction, make_direction, move, squared_norm_of_product, step_size
+from ..math.direction import (
+    Direction,
+    make_direction,
+    moment_bytes,
+    move,
+    squared_norm_of_product,
+    step_size,
+)
 from ..math.exact import Update, quantize
+from ..math.limiter import limited
 from ..math.projection import Projection, projection_index
-from ..math.sketch import SketchSink, grad_anchor, side_linear, side_rate, sketch_linear
-from ..train.coverage import Coverage, measure, projection_cache_bytes
-from ..train.ranks import of_rank_0, rank, share_bits_of_rank_0, sum_over_ranks, world_size
+from ..math.sketch import side_linear, side_rate, sketch_linear
+from ..train.coverage import Cost, Coverage, measure, projection_cache_bytes
+from ..train.ranks import of_rank_0, rank, share_bits, sum_over_ranks, world_size
 from ..train.shards import apply_update, share_owned_bits, squared_norm
-from ..train.targets import Target, check_rank, find_targets
-from .base import Proposal, StepOutcome, Strategy
+from ..train.step import Proposal, StepOutcome
+from ..train.targets import Target, check_rank
+from . import register_strategy
+from .targeted import TargetedStrategy, usable
 
-ANCHOR = "logra_anchor"
-_LARGEST_NORM = 1e19  # beyond, squares overflow float32 and would poison the moments: as good as not finite
 
+@register_strategy("logra")
+class LograStrategy(TargetedStrategy):
+    """Sketches in backward, one low-rank update of the targets at the boundary."""
 
-class LograStrategy(Strategy):
-    """Sketches in backward, one low-rank update of the targets at the boundary. Other parameters are frozen, or the
-    host's optimizer trains those that the model lets it (`--logra.non_target adamw`)."""
+    exact_updates = True
+    can_probe = True
 
-    sizes_steps = True
+    @classmethod
+    def default_refresh(cls, optimizer: str) -> int:
+        return 20 if optimizer == "adam" else 1
 
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
-        self.targets = find_targets(model, config.target_modules)
         check_rank(config.rank, self.targets)
-        sketched = tuple(target.name for target in self.targets)
-        others = [name for name, p in model.named_parameters() if p.requires_grad and name not in sketched]
-        self.dense = tuple(others) if config.non_target == "adamw" else ()
-        self.trained = sketched + self.dense
         self.exact_updates = config.distribution == "rademacher"
         self._cached = projection_cache_bytes(self.targets, config.rank) > 0
         self._projections: dict[str, torch.Tensor] = {}
         self._probed: tuple[Proposal, float | str] | None = None
-
-    # ---- before DeepSpeed -------------------------------------------------------------------------------------------
+        self._last_ratio: float | None = None  # |step| / |W| of the last step that was not zero
 
     def coverage(self) -> Coverage:
-        return measure(self._model, self.targets, self.config, self.dense)
+        r = self.config.rank
+        projections = projection_cache_bytes(self.targets, r)
+        return measure(self._model, self.dense, targets=self.targets, cost=self._cost, rank=r, projections=projections)
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        return {name: parameter for name, parameter in super().parameters().items() if not name.endswith(ANCHOR)}
+    def _cost(self, target: Target) -> Cost:
+        d, r = target.rows, self.config.rank
+        return Cost(4 * d * r, moment_bytes(self.config.optimizer, d, r), record=d * (2 * r + 4))
 
-    def attach(self) -> None:
-        """Sketch the targets, freeze them and what is not trained, and give autograd its anchor."""
-        for name, parameter in self._model.named_parameters():
-            parameter.requires_grad_(name in self.dense)
-        self._sinks = [SketchSink(torch.empty(0)) for _ in self.targets]
-        for index, target in enumerate(self.targets):
-            target.module.forward = partial(self._forward, index)
-        self._add_anchor()
-
-    def _forward(self, index: int, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, index: int, input: torch.Tensor) -> torch.Tensor:
         target = self.targets[index]
         weight, bias = target.module.weight, target.module.bias
         if self._probed is None:
@@ -79,36 +79,22 @@ class LograStrategy(Strategy):
 
     @contextmanager
     def along(self, proposal: Proposal, how: float | str) -> Iterator[None]:
-        self._probed = proposal, how
+        before, self._probed = self._probed, (proposal, how)
         try:
             yield
         finally:
-            self._probed = None
+            self._probed = before
 
-    def _add_anchor(self) -> None:
-        # Where all else is frozen, DeepSpeed would not start, and nothing would flow back to the first target.
-        embeddings = self._model.get_input_embeddings()
-        weight = embeddings.weight
-        anchor = nn.Parameter(torch.zeros(8, dtype=weight.dtype, device=weight.device))
-        embeddings.register_parameter(ANCHOR, anchor)
-        embeddings.register_forward_hook(lambda module, _, output: grad_anchor(output, getattr(module, ANCHOR)))
-        ignored = [name for name, parameter in self._model.named_parameters() if parameter is anchor]
-        self._model._keys_to_ignore_on_save = [*(self._model._keys_to_ignore_on_save or ()), *ignored]
-
-    # ---- after DeepSpeed --------------------------------------------------------------------------------------------
+    def columns(self, target: Target) -> int:
+        return self.config.rank
 
     def bind(self, device: torch.device) -> None:
-        """Allocate the sketches (one flat float32 buffer) and, on rank 0, the moments, on the trainer's device."""
-        r = self.config.rank
-        self._hold(torch.zeros(sum(t.rows for t in self.targets), r, dtype=torch.float32, device=device))
+        """Allocate the sketches and, on rank 0, the moments."""
+        super().bind(device)
         self._directions: list[Direction] = []
         if rank() == 0:
-            self._directions = [make_direction(self.config.direction(), t.rows, r, device) for t in self.targets]
-
-    def _hold(self, flat: torch.Tensor) -> None:
-        self._flat = flat
-        for sink, value in zip(self._sinks, self._by_target(flat)):
-            sink.value = value
+            make = partial(make_direction, self.config.direction(), rank=self.config.rank, device=device)
+            self._directions = [make(rows=target.rows) for target in self.targets]
 
     @property
     def state_bytes(self) -> int:
@@ -134,11 +120,14 @@ class LograStrategy(Strategy):
                 self._projections[target.name] = matrix
         return matrix
 
+    def scheduled(self, lr: float, peak: float) -> float:
+        return lr / peak
+
     # ---- the step ---------------------------------------------------------------------------------------------------
 
     def move(self, device: torch.device) -> None:
+        super().move(device)
         self._projections.clear()
-        self._hold(self._flat.to(device))
         for direction in self._directions:
             move(direction, device)
 
@@ -149,18 +138,20 @@ class LograStrategy(Strategy):
             RuntimeError: a target received no gradient since the last step; its name is in the message.
         """
         start = time.perf_counter()
-        self._check_contributions()
+        self._close()
         self._reduce()
         proposal = self._decide(max_norm, dense_norm)
         if proposal.finite:
-            share_bits_of_rank_0(self._flat)
-            proposal = replace(proposal, directions=self._by_target(self._flat))
+            share_bits(self._flat)
+            proposal = replace(proposal, directions=self._by_target())
         return replace(proposal, seconds=time.perf_counter() - start)
 
     def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
         start, updates = time.perf_counter(), ()
         (alpha,) = of_rank_0([math.nan if alpha is None else alpha], self._flat.device)
-        if proposal.finite and math.isfinite(alpha * proposal.eta):
+        if proposal.finite and usable(alpha * proposal.eta) and usable(alpha * proposal.ratio):
+            alpha *= limited(alpha * proposal.ratio, self._last_ratio, self.config.norm_growth_limit)
+            self._last_ratio = alpha * proposal.ratio or self._last_ratio
             scale = alpha * proposal.eta / math.sqrt(self.config.rank)
             updates = tuple(self._update(t, u * scale) for t, u in zip(self.targets, proposal.directions))
             for target, update in zip(self.targets, updates):
@@ -183,18 +174,6 @@ class LograStrategy(Strategy):
         """C of one target as its holders receive it: quantised, or (Gaussian) as it is."""
         q, s = (coefficients, None) if self.config.distribution == "gaussian" else quantize(coefficients)
         return Update(self._draw(target), self.version, q, s, self.config.rounding)
-
-    def _check_contributions(self) -> None:
-        """A target is silent when no rank's backward reached it; then every rank raises."""
-        counts = torch.tensor([sink.contributions for sink in self._sinks], device=self._flat.device)
-        if world_size() > 1:
-            dist.all_reduce(counts)
-        silent = [t.name for t, count in zip(self.targets, counts.tolist()) if count == 0]
-        if silent:
-            raise RuntimeError(
-                f"LoGRA: no gradient reached {silent[0]} ({len(silent)} of {len(self.targets)} targets) since the "
-                "last update; is the module unused, or its input detached from the loss?"
-            )
 
     def _reduce(self) -> None:
         """Mean of the sketches over the data-parallel (and ring-attention) ranks, on rank 0."""
@@ -223,7 +202,7 @@ class LograStrategy(Strategy):
     def _decide_alone(self, max_norm: float, dense_norm: float, squared_weight: float) -> Proposal:
         sketch_norm = float(torch.linalg.vector_norm(self._flat, dtype=torch.float64))
         norm = math.hypot(sketch_norm, dense_norm)
-        if not norm < _LARGEST_NORM:
+        if not usable(norm):
             return Proposal(False, norm, sketch_norm)
         squared_update = self._turn_into_directions(norm, max_norm)
         eta = step_size(self.config.update_ratio, squared_weight, squared_update)
@@ -231,10 +210,6 @@ class LograStrategy(Strategy):
             return Proposal(False, norm, sketch_norm)
         ratio = eta * math.sqrt(squared_update / squared_weight) if squared_weight else 0.0
         return Proposal(True, norm, sketch_norm, eta, ratio)
-
-    def _by_target(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views of each target's rows in a buffer of all."""
-        return rows.split([t.rows for t in self.targets])
 
     def _turn_into_directions(self, norm: float, max_norm: float) -> float:
         """Each sketch becomes its direction U, in place; returns the sum of |U A|^2."""
@@ -266,11 +241,13 @@ class LograStrategy(Strategy):
         """Configuration, version and, on rank 0, the moments of every target."""
         return {
             **super().state_dict(),
+            "last_ratio": self._last_ratio,
             "directions": {t.name: d.state_dict() for t, d in zip(self.targets, self._directions)},
         }
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         self._projections.clear()
+        self._last_ratio = state["last_ratio"]
         for target, direction in zip(self.targets, self._directions):
             direction.load_state_dict(state["directions"][target.name])

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..math.exact import Update
+from ..train.ranks import gathered_on_rank_0
 from ..train.shards import counted_elements
 from ..train.targets import full_shape
 from .log import RecordLog
@@ -76,7 +76,11 @@ class RecordStream:
         self._recorded = version  # the version that the last record leads to
         self._compared_version = version  # the version up to which records hold the compared parameters' changes
         self._compared = {name: parameters[name] for name in compared}
-        self._copies = {name: counted_elements(p)[0].cpu().clone() for name, p in self._compared.items()}
+        self._copies: dict[str, torch.Tensor] = {}
+        self._starts: dict[str, int] = {}  # flat index of each copy's first element
+        for name, parameter in self._compared.items():
+            values, self._starts[name] = counted_elements(parameter)
+            self._copies[name] = values.cpu().clone()
         self.clear()
 
     def position(self) -> Position:
@@ -138,8 +142,7 @@ class RecordStream:
             else:
                 self._open[-1] = self._open[-1].with_changes(changes)
         for name, elements in own.items():
-            copy, start = self._copies[name], counted_elements(self._compared[name])[1]
-            copy.view(torch.int16)[elements.indices - start] = elements.bits
+            self._copies[name].view(torch.int16)[elements.indices - self._starts[name]] = elements.bits
         self._compared_version = self.version
 
     def _seal(self) -> None:
@@ -177,7 +180,7 @@ class RecordStream:
                 found: Any = {name: self._difference(name) for name in names}
             except Exception as error:  # told to the sender: the others gather, and wait for this rank
                 found = f"{type(error).__name__}: {error}"
-            everyone = self._gather(found)
+            everyone = gathered_on_rank_0(found)
             failure = failure or next((rank for rank in everyone if isinstance(rank, str)), None)
             if failure or isinstance(found, str):
                 continue
@@ -192,11 +195,3 @@ class RecordStream:
     def _difference(self, name: str) -> tuple[int, Elements]:
         elements, start = counted_elements(self._compared[name])
         return start, changed_elements(self._copies[name], elements.cpu(), start)
-
-    def _gather(self, found: Any) -> list[Any]:
-        """What every rank found, on the sender; nothing elsewhere."""
-        if not (dist.is_initialized() and dist.get_world_size() > 1):
-            return [found]
-        everyone: list[Any] | None = [None] * dist.get_world_size() if self._is_sender else None
-        dist.gather_object(found, everyone, dst=0)
-        return everyone or []

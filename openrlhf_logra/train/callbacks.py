@@ -9,14 +9,15 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ..config import ConfigError, one_line
-from ..strategies.base import Proposal, StepOutcome
 from .probe import Along, ProbeBatch
+from .step import Proposal, StepOutcome
 
 if TYPE_CHECKING:
     from ..sync.trainer import SyncReport
@@ -60,8 +61,8 @@ class UpdateContext:
 
     def decided(self) -> float | None:
         """The step's size, or None: held, or alpha is no size."""
-        if self.held is None and not 0 <= self.alpha < math.inf:
-            self.hold(f"a callback set alpha to {self.alpha}")
+        if self.held is None and not (isinstance(self.alpha, Real) and 0 <= self.alpha < math.inf):
+            self.hold(f"alpha is {self.alpha!r}; set by a callback?")
         return None if self.held is not None else float(self.alpha)
 
 

@@ -72,7 +72,7 @@ def adopt(found: Found, engine, parameters: dict[str, torch.Tensor]) -> dict[str
 
     Args:
         engine: DeepSpeed's.
-        parameters: the trainer's, by the names of the stock model.
+        parameters: the trainer's, by the checkpoint's names.
 
     Returns:
         What the host and we have put beside DeepSpeed's own.

@@ -1,11 +1,11 @@
 """What is trained and what it costs, before anything runs: the coverage table (spec section 8)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
-from ..config import LograConfig
-from ..math.direction import state_bytes
+from ..units import bytes_text
 from .targets import Target, full_shape
 
 PROJECTION_CACHE_BYTES = 64 << 20
@@ -13,16 +13,26 @@ _ADAM_BYTES = 4 + 4 + 4  # of an element: master copy, two moments
 
 
 @dataclass(frozen=True)
+class Cost:
+    """Bytes that a strategy needs for one target: where backward adds, on every rank; its optimizer's state, on one;
+    an update's record, 0 where changed elements are sent."""
+
+    sink: int
+    moments: int
+    record: int
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the table: the targets that share a module name and a shape, or one of the two kinds of others:
-    trained densely, frozen. Sizes in bytes."""
+    trained densely, frozen. Sizes in bytes, of all of them together."""
 
     module: str
     count: int
     shape: str
     rank: int | None
     weight: int
-    sketch: int
+    sink: int
     moments: int
     record: int
 
@@ -32,6 +42,7 @@ class Coverage:
     """The whole table.
 
     Attributes:
+        sinks: what backward adds up: "sketch" or "gradient".
         rows: one per kind of target, then densely trained and frozen parameters.
         parameters: number of elements of the model, tied ones once.
         sketched, dense, frozen: the three parts that add up to it.
@@ -42,6 +53,7 @@ class Coverage:
         projections: bytes of cached projections.
     """
 
+    sinks: str
     rows: tuple[Row, ...]
     parameters: int
     sketched: int
@@ -58,36 +70,51 @@ class Coverage:
         return sum(row.record for row in self.rows)
 
     @property
+    def sink(self) -> int:
+        """Bytes of all sinks, on every rank."""
+        return sum(row.sink for row in self.rows)
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the strategy's optimizer state, of all ranks together."""
+        return sum(row.moments for row in self.rows) - self.dense_state
+
+    @property
     def state(self) -> int:
-        """Bytes of the strategy's own state on rank 0: sketch, moments, cached projections."""
-        return sum(row.sketch + row.moments for row in self.rows) - self.dense_state + self.projections
+        """Bytes of the strategy's own state, where one rank has it all: sinks, moments, cached projections."""
+        return self.sink + self.moments + self.projections
 
 
-def measure(model: nn.Module, targets: list[Target], config: LograConfig, dense: tuple[str, ...] = ()) -> Coverage:
-    """Coverage of `model` by `targets` and densely trained parameters; needs shapes only, so that a model on the meta
+def measure(
+    model: nn.Module,
+    dense: tuple[str, ...] = (),
+    *,
+    targets: list[Target] = (),
+    cost: Callable[[Target], Cost] | None = None,
+    rank: int | None = None,
+    sinks: str = "sketch",
+    projections: int = 0,
+) -> Coverage:
+    """Coverage of `model` by densely trained parameters and targets; needs shapes only, so that a model on the meta
     device will do.
+
+    Args:
+        dense: names of the densely trained parameters.
+        targets: what the strategy trains itself; `cost` says what it needs for one.
+        rank: of their sketches or subspaces.
+        sinks, projections: as in Coverage.
 
     Raises:
         AssertionError: the parts do not add up to the model.
     """
-    rank = config.rank
-    kinds: dict[tuple[str, int, int], int] = {}
+    kinds: dict[tuple[str, int, int], list[Target]] = {}
     for target in targets:
-        kind = (target.name.split(".")[-2], target.rows, target.width)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    rows = [
-        Row(
-            module,
-            count,
-            f"{d} x {k}",
-            rank,
-            weight=2 * count * d * k,
-            sketch=4 * count * d * rank,
-            moments=count * state_bytes(config.optimizer, d, rank),
-            record=count * (2 * d * rank + 4 * d),
-        )
-        for (module, d, k), count in kinds.items()
-    ]
+        kinds.setdefault((target.name.split(".")[-2], target.rows, target.width), []).append(target)
+    rows = []
+    for (module, d, k), members in kinds.items():
+        one, count = cost(members[0]), len(members)
+        sizes = (2 * d * k, one.sink, one.moments, one.record)
+        rows.append(Row(module, count, f"{d} x {k}", rank, *(count * size for size in sizes)))
     sizes = {name: _numel(full_shape(parameter)) for name, parameter in model.named_parameters()}
     names = {target.name for target in targets}
     sketched = sum(sizes[name] for name in names)
@@ -100,6 +127,7 @@ def measure(model: nn.Module, targets: list[Target], config: LograConfig, dense:
     total = sum(sizes.values())
     assert sketched + sum(trained) + sum(frozen) == total, "sketched, dense and frozen must add up to the model"
     return Coverage(
+        sinks=sinks,
         rows=tuple(rows),
         parameters=total,
         sketched=sketched,
@@ -108,7 +136,7 @@ def measure(model: nn.Module, targets: list[Target], config: LograConfig, dense:
         full_sync=2 * total,
         dense_adam=(2 + _ADAM_BYTES) * (sketched + sum(trained)),
         dense_state=dense_state,
-        projections=projection_cache_bytes(targets, rank),
+        projections=projections,
     )
 
 
@@ -121,14 +149,14 @@ def projection_cache_bytes(targets: list[Target], rank: int) -> int:
 
 def render(coverage: Coverage) -> str:
     """The table as text, 100 columns at most."""
-    header = ("module", "count", "shape", "rank", "weight", "sketch", "moments", "record")
+    header = ("module", "count", "shape", "rank", "weight", coverage.sinks, "moments", "record")
     body = [
         (
             row.module,
             str(row.count),
             row.shape,
             "" if row.rank is None else str(row.rank),
-            *(human_bytes(size) if size else "-" for size in (row.weight, row.sketch, row.moments, row.record)),
+            *(bytes_text(size) if size else "-" for size in (row.weight, row.sink, row.moments, row.record)),
         )
         for row in coverage.rows
     ]
@@ -137,27 +165,23 @@ def render(coverage: Coverage) -> str:
         "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
         for line in (header, *body)
     ]
+    kind = "sketched" if coverage.sinks == "sketch" else "low-rank"
     lines.append(
-        f"sketched {coverage.sketched:,} + dense {coverage.dense:,} + frozen {coverage.frozen:,} "
+        f"{kind} {coverage.sketched:,} + dense {coverage.dense:,} + frozen {coverage.frozen:,} "
         f"= all {coverage.parameters:,} parameters"
     )
-    states = [human_bytes(coverage.state)] * bool(coverage.sketched)
-    states += [f"{human_bytes(coverage.dense_state)} sharded by DeepSpeed"] * bool(coverage.dense)
-    adam = human_bytes(coverage.dense_adam)
+    if coverage.sinks == "sketch":
+        states = [bytes_text(coverage.state)] * bool(coverage.sketched)
+    else:
+        states = [f"{bytes_text(coverage.sink)} of gradients on every rank"]
+        states += [f"{bytes_text(coverage.moments)} of moments spread over the ranks"]
+    states += [f"{bytes_text(coverage.dense_state)} sharded by DeepSpeed"] * bool(coverage.dense)
+    adam = bytes_text(coverage.dense_adam)
     lines.append(f"trainer state {' + '.join(states)} (dense Adam on the same parameters {adam})")
-    synced = [f"{human_bytes(coverage.record)} an update"] * bool(coverage.sketched)
-    synced += ["changed elements"] * bool(coverage.dense)
-    lines.append(f"sync {' + '.join(synced)} (full weights {human_bytes(coverage.full_sync)})")
+    synced = [f"{bytes_text(coverage.record)} an update"] * bool(coverage.record)
+    synced += ["changed elements"] * bool(coverage.dense or not coverage.record)
+    lines.append(f"sync {' + '.join(synced)} (full weights {bytes_text(coverage.full_sync)})")
     return "\n".join(lines)
-
-
-def human_bytes(size: float) -> str:
-    """1536 -> "1.5 kB" (powers of 1000)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _numel(shape: tuple[int, ...]) -> int:

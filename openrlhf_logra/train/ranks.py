@@ -1,5 +1,7 @@
 """The few collectives of trainer ranks; each also works in a single process without a process group."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -41,8 +43,17 @@ def of_rank_0(values: list[float], device: torch.device) -> list[float]:
     return shared.tolist()
 
 
-def share_bits_of_rank_0(tensor: torch.Tensor) -> None:
-    """Rank 0's bits in every rank's contiguous tensor, in place. A collective."""
+def share_bits(tensor: torch.Tensor, owner: int = 0) -> None:
+    """The owner's bits in every rank's contiguous tensor, in place. A collective."""
     # As bytes: neither gloo nor NCCL knows int16, and bytes cannot be rounded.
     if world_size() > 1:
-        dist.broadcast(tensor.view(torch.uint8), src=0)
+        dist.broadcast(tensor.view(torch.uint8), src=owner)
+
+
+def gathered_on_rank_0(value: Any) -> list[Any]:
+    """Every rank's picklable value, in the order of ranks, on rank 0; nothing elsewhere. A collective."""
+    if world_size() == 1:
+        return [value]
+    everyone: list[Any] | None = [None] * world_size() if rank() == 0 else None
+    dist.gather_object(value, everyone, dst=0)
+    return everyone or []

@@ -1,20 +1,33 @@
-"""Where a parameter's elements live on this rank: whole (ZeRO 0-2) or as one flat row-major partition (ZeRO 3).
+"""Where a parameter's elements live on this rank: whole (ZeRO 0-2), as one flat row-major partition (ZeRO 3), or, of a
+weight that is computed from others (`Computed`), nowhere.
 
 What DeepSpeed attaches to a partitioned parameter is known here (and its `ds_shape` in targets.py).
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..math.digest import digest_flat
 from ..math.exact import Update, apply_block, apply_flat
-from .ranks import share_bits_of_rank_0
+from .ranks import share_bits
 from .targets import full_shape
 
 _TILE_ELEMENTS = 1 << 20
+
+
+class Computed(Protocol):
+    """A weight that no rank stores. Like a parameter it can be read: whole, by rank 0's elements, as digests."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def whole(self) -> torch.Tensor:
+        """Its value now. A collective under ZeRO 3."""
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
@@ -46,9 +59,9 @@ def share_owned_bits(parameter: torch.Tensor) -> None:
         parameter.data.copy_(torch.cat(partitions)[: parameter.ds_numel].view(parameter.ds_shape))
 
 
-def counted_elements(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+def counted_elements(parameter: torch.Tensor | Computed) -> tuple[torch.Tensor, int]:
     """The elements that this rank counts, so that every element is counted by one rank: its partition without padding;
-    of a whole parameter all of them on rank 0 and none elsewhere.
+    of a whole or computed parameter all of them on rank 0 and none elsewhere. A collective for computed ones.
 
     Returns:
         A flat view of them, and the flat index of the first in the whole parameter.
@@ -56,7 +69,7 @@ def counted_elements(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     if is_partitioned(parameter):
         start = _partition_start(parameter)
         return parameter.ds_tensor.data[: max(0, parameter.ds_numel - start)], start
-    values = parameter.data.flatten()
+    values = (parameter.data if isinstance(parameter, torch.Tensor) else parameter.whole()).flatten()
     return (values[:0] if dist.is_initialized() and dist.get_rank() != 0 else values), 0
 
 
@@ -68,15 +81,18 @@ def squared_norm(parameter: torch.Tensor) -> float:
     return sum(float(torch.linalg.vector_norm(tile.float(), dtype=torch.float64)) ** 2 for tile in tiles)
 
 
-def digest(name: str, parameter: torch.Tensor) -> int:
+def digest(name: str, parameter: torch.Tensor | Computed) -> int:
     """Digest of the elements that this rank counts; adds up over ranks, modulo 2**64, to the parameter's digest."""
     values, start = counted_elements(parameter)
     return digest_flat(values, name, start, start + values.numel())
 
 
 @contextmanager
-def gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+def gathered(parameter: torch.Tensor | Computed) -> Iterator[torch.Tensor]:
     """The whole parameter on every rank, for reading. A collective under ZeRO 3: every rank must enter."""
+    if not isinstance(parameter, torch.Tensor):
+        yield parameter.whole()
+        return
     if not is_partitioned(parameter):
         yield parameter.data
         return
@@ -96,7 +112,7 @@ def written_by_rank_0(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
             yield parameter.data
     else:
         yield parameter.data
-        share_bits_of_rank_0(parameter.data)
+        share_bits(parameter.data)
 
 
 def _is_gathered(parameter: torch.Tensor) -> bool:

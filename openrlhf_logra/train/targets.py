@@ -99,15 +99,20 @@ def _refuse_shared(model: nn.Module, targets: list[Target]) -> None:
             )
 
 
-def check_rank(rank: int, targets: list[Target]) -> None:
-    """Refuse a rank that some target is too narrow for.
+def check_rank(rank: int, targets: list[Target], both_sides: bool = False) -> None:
+    """Refuse a rank that some target is too narrow for, or, of both sides, too short.
 
     Raises:
-        ConfigError: naming the narrowest target and the largest rank that fits all.
+        ConfigError: naming the target and the largest rank that fits all.
     """
-    narrowest = min(targets, key=lambda target: target.width)
-    if rank > narrowest.width:
+
+    def most(target: Target) -> int:
+        return min(target.rows, target.width) if both_sides else target.width
+
+    narrowest = min(targets, key=most)
+    if rank > most(narrowest):
+        side = "the smaller side" if both_sides else "in_features"
         raise ConfigError(
-            f"--logra.rank {rank} is above in_features {narrowest.width} of {narrowest.name}; "
-            f"the largest rank that fits every target is {narrowest.width}"
+            f"--logra.rank {rank} is above {side} {most(narrowest)} of {narrowest.name}; "
+            f"the largest rank that fits every target is {most(narrowest)}"
         )

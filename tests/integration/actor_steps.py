@@ -5,6 +5,7 @@
 Each rank writes RESULTS_DIR/rank<R>.pt: a list with one result per configuration. Used by test_actor.py.
 """
 
+import copy
 import json
 import os
 import sys
@@ -26,7 +27,8 @@ from openrlhf_logra.config import add_flags  # noqa: E402
 from openrlhf_logra.host import deepspeed_strategy  # noqa: E402
 from openrlhf_logra.math.digest import as_matrix, digest_block  # noqa: E402
 from openrlhf_logra.math.exact import apply_block  # noqa: E402
-from openrlhf_logra.train import dense  # noqa: E402
+from openrlhf_logra.train import host_optimizer  # noqa: E402
+from openrlhf_logra.train.ranks import share_bits  # noqa: E402
 from openrlhf_logra.train.shards import digest, gathered  # noqa: E402
 
 
@@ -77,6 +79,8 @@ def build(config: dict):
         ds_config=strategy.get_ds_train_config(),
         temperature=args.rollout.temperature,
         packing_samples=config.get("packing", False),
+        lora_rank=config.get("lora", 0),
+        target_modules="all-linear",
     )
     if config.get("stock"):
         for name, parameter in actor.model.named_parameters():
@@ -162,23 +166,35 @@ def as_sent(loaded: dict[str, torch.Tensor], sent: list) -> dict[str, torch.Tens
     return weights
 
 
+def reduced(logra) -> torch.Tensor:
+    """What all ranks' backward passes have left: on rank 0, or each target's on its owner."""
+    for part, owner in zip(logra._by_target(), getattr(logra, "_owners", [])):
+        share_bits(part, owner)
+    return logra._flat.clone()
+
+
 def run(config: dict, folder: Path) -> dict:
     strategy, actor, optimizer, scheduler = build(config)
     if config.get("stock"):
         return stock_steps(config, strategy, actor, optimizer, scheduler, folder)
+    if config.get("lora"):
+        return lora_steps(config, strategy, actor, optimizer, scheduler, folder)
     if config.get("adopt"):
         return adopted(config, strategy, actor, optimizer, scheduler)
     logra, engine = strategy.logra, actor.model
     result: dict = {"sketches": [], "grad_norms": [], "dense_norms": [], "loaded": whole_weights(engine)}
-    decide = logra._decide
+    propose, reduce = logra.propose, logra._reduce
 
-    def watched(max_norm, dense_norm):
+    def watched_propose(max_norm, dense_norm):
         result["dense_norms"].append(dense_norm)
-        if dist.get_rank() == 0:
-            result["sketches"].append(logra._flat.clone())
-        return decide(max_norm, dense_norm)
+        return propose(max_norm, dense_norm)
 
-    logra._decide = watched
+    def watched_reduce():
+        reduce()
+        if dist.get_rank() == 0 or hasattr(logra, "_owners"):
+            result["sketches"].append(reduced(logra))
+
+    logra.propose, logra._reduce = watched_propose, watched_reduce
     sent = []
     strategy.push = lambda updates, version: sent.append([update.to("cpu") for update in updates])
     if config.get("sleep"):
@@ -191,6 +207,7 @@ def run(config: dict, folder: Path) -> dict:
         result.setdefault("first_moments", squared_moments(engine))
     result["versions"] = logra.version
     result["state_bytes"], result["table_bytes"] = logra.state_bytes, strategy.coverage.state
+    result["table_sink_bytes"] = strategy.coverage.sink
     result["all_state_bytes"], result["table_dense_bytes"] = strategy.state_bytes, strategy.coverage.dense_state
     result["weights"] = whole_weights(engine)
     result["as_sent"] = as_sent(result["loaded"], sent)
@@ -222,18 +239,33 @@ def stock_steps(config, strategy, actor, optimizer, scheduler, folder: Path) -> 
     return {"first": weights, "weights": weights}
 
 
+def lora_steps(config, strategy, actor, optimizer, scheduler, folder: Path) -> dict:
+    """Adapters trained by DeepSpeed: the merged weights, the adapter as it is saved, and a resume (or the continuation
+    of somebody else's checkpoint)."""
+    result: dict = {}
+    if config.get("adopt"):
+        strategy.load_ckpt(actor.model, config["adopt"])
+    else:
+        for step in range(2):
+            train_step(strategy, actor, optimizer, scheduler, step, config)
+    result["merged"] = {}
+    for name, parameter in strategy.logra.parameters().items():
+        with gathered(parameter) as whole:
+            result["merged"][name] = whole.detach().clone()
+    strategy.save_model(actor, SimpleNamespace(save_pretrained=lambda path: None), str(folder / "hf"))
+    result["state_bytes"], result["table_bytes"] = strategy.state_bytes, strategy.coverage.dense_state
+    if not config.get("adopt"):
+        result["resumed"] = resume(config, strategy, actor, optimizer, scheduler, folder)
+    return result
+
+
 def adopted(config, strategy, actor, optimizer, scheduler) -> dict:
     """What an actor holds that continues a checkpoint which DeepSpeed cannot continue, and after one more update."""
     _, states = strategy.load_ckpt(actor.model, config["adopt"])
-    loaded, state = whole_weights(actor.model), strategy.logra.state_dict()
-    state = {**state, "directions": {name: clone(one) for name, one in state["directions"].items()}}
+    loaded, state = whole_weights(actor.model), copy.deepcopy(strategy.logra.state_dict())
     train_step(strategy, actor, optimizer, scheduler, 2, config)
     result = {"weights": loaded, "state": state, "global_step": states["global_step"], "resumed": strategy.resumed}
     return {**result, "next": strategy.logra.version, "after": whole_weights(actor.model)}
-
-
-def clone(values: dict) -> dict:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
 def squared_moments(engine) -> float:
@@ -252,22 +284,22 @@ def poisoned_step(config, strategy, actor, optimizer, scheduler) -> dict:
         reduce()
 
     poison = config.get("poison")
-    norm = dense.gradient_norm
+    norm = host_optimizer.gradient_norm
 
     def poisoned_gradients(engine):
         if dist.get_rank() == config["poison_rank"] % dist.get_world_size():
-            next(dense._gradients(engine)).view(-1)[0] = float("nan")
+            next(host_optimizer._gradients(engine)).view(-1)[0] = float("nan")
         return norm(engine)
 
     if poison == "gradients":
-        dense.gradient_norm = poisoned_gradients
+        host_optimizer.gradient_norm = poisoned_gradients
     else:
         logra._reduce = poisoned
     moments = squared_moments(actor.model)
     train_step(strategy, actor, optimizer, scheduler, 50, config)
     after = whole_weights(actor.model)
     kept = moments == squared_moments(actor.model)
-    logra._reduce, dense.gradient_norm = reduce, norm
+    logra._reduce, host_optimizer.gradient_norm = reduce, norm
     outcome = strategy.outcomes[-1]
     train_step(strategy, actor, optimizer, scheduler, 51, config)
     return {
@@ -284,8 +316,7 @@ def resume(config, strategy, actor, optimizer, scheduler, folder: Path) -> tuple
     strategy's state in it."""
     path = str(folder / "checkpoint")
     strategy.save_ckpt(actor.model, path, "tag", client_state={"global_step": 7})
-    state = strategy.logra.state_dict()
-    state = {**state, "directions": {name: clone(one) for name, one in state["directions"].items()}}
+    state = copy.deepcopy(strategy.logra.state_dict())
     steps = range(config.get("steps", 2), config.get("steps", 2) + 2)
     for step in steps:
         train_step(strategy, actor, optimizer, scheduler, step, config)

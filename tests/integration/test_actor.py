@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import FULL, run_ranks
 from safetensors.torch import load_file
+from training import merged_by_peft
 
 SCRIPT = Path(__file__).with_name("actor_steps.py")
 FLAGS = ["--logra.rank", "8", "--logra.update_ratio", "1e-2", "--logra.kl.disable"]  # test_kl_control.py has KL
@@ -16,6 +19,8 @@ GAUSSIAN = [*FLAGS, "--logra.distribution", "gaussian"]
 ADAMW = [*FLAGS, "--logra.non_target", "adamw"]
 BASE = {"batch": 8, "gas": 1, "flags": FLAGS}
 SAVED = {"resume": True, "save": True}
+
+GALORE, FIRA, FLORA = (["--logra.method", name, "--logra.rank", "8"] for name in ("galore", "fira", "flora"))
 
 # name -> configuration; every ZeRO stage with everything else varied at least once. `gas`: micro-batches of a rank.
 COVERING = {
@@ -40,11 +45,21 @@ COVERING = {
     "zero3-adamw": {"zero": 3, "flags": ADAMW, **SAVED, "sleep": True, "max_norm": 0.1},
     "zero3-adamw-nothing-persistent": {"zero": 3, "persistence_threshold": 0, "flags": ADAMW, "max_norm": 0},
 }
+# Strategies that form full gradients, each target's state on one rank.
+COVERING |= {
+    "zero0-galore": {"zero": 0, "gas": 4, "flags": [*GALORE, "--logra.refresh_every", "2"], **SAVED},
+    "zero1-fira": {"zero": 1, "checkpointing": "reentrant", "packing": True, "flags": FIRA, **SAVED},
+    "zero2-flora": {"zero": 2, "gas": 4, "flags": FLORA, **SAVED, "sleep": True},
+    "zero2-galore-poisoned": {"zero": 2, "flags": GALORE, "poison_rank": 1},
+    "zero3-fira-nothing-persistent": {"zero": 3, "persistence_threshold": 0, "flags": FIRA, **SAVED},
+    "zero3-galore-adamw": {"zero": 3, "flags": [*GALORE, "--logra.non_target", "adamw"], **SAVED, "max_norm": 0.1},
+}
 for zero in (0, 1, 2, 3):
     what = ("sketch", "gradients")[zero % 2]
     COVERING[f"zero{zero}-adamw-poisoned-{what}"] = {"zero": zero, "flags": ADAMW, "poison_rank": 1, "poison": what}
 # OpenRLHF without the plugin, with its targets frozen.
 STOCK = {f"zero{zero}-stock": {"zero": zero, "stock": True, "max_norm": 0} for zero in (0, 2, 3)}
+LORA = {f"zero{zero}-lora": {"zero": zero, "lora": 4, "flags": ["--logra.method", "lora"]} for zero in (0, 1, 2, 3)}
 # name -> the configuration whose checkpoint one rank has written, and what continues it on two.
 ADOPTED = {
     "zero2-of-one-rank": ("zero2", {"zero": 2}),
@@ -52,6 +67,7 @@ ADOPTED = {
     "zero3-of-zero2-adamw": ("zero2-adamw", {"zero": 3, "flags": ADAMW}),
     "zero0-of-zero3": ("zero3", {"zero": 0}),
     "zero2-of-stock": ("zero2-stock", {"zero": 2}),
+    "zero3-of-zero0-galore": ("zero0-galore", {"zero": 3, "flags": [*GALORE, "--logra.refresh_every", "2"]}),
     "zero3-of-stock": ("zero3-stock", {"zero": 3, "flags": ADAMW}),
 }
 
@@ -73,12 +89,14 @@ def configurations() -> dict[str, dict]:
 def results(tiny_model, tmp_path_factory):
     """{world size: [per rank: {configuration name: result}]}, and the folders with what was saved."""
     folder = tmp_path_factory.mktemp("actor")
-    chosen = {**configurations(), **STOCK}
+    chosen = {**configurations(), **STOCK, **LORA}
     everything = {}
     for world in (1, 2):
         if world == 2:
             for name, (source, config) in ADOPTED.items():
                 chosen[name] = {**config, "adopt": str(everything[1][1][source] / "checkpoint")}
+            adopted = str(everything[1][1]["zero0-lora"] / "checkpoint")
+            chosen["zero3-of-zero0-lora"] = {**LORA["zero3-lora"], "adopt": adopted}
         path = folder / f"configs{world}.json"
         path.write_text(json.dumps([{**BASE, **config, "model": str(tiny_model)} for config in chosen.values()]))
         out = folder / f"world{world}"
@@ -136,6 +154,7 @@ def test_the_trainer_holds_what_it_sends(results, world, name):
     for rank in results[world][0]:
         expected = rank[name]["as_sent"]
         assert (expected is None) == ("gaussian" in name)
+        assert expected != {} or any(key in name for key in ("galore", "fira", "flora"))
         for key, weight in (expected or {}).items():
             assert torch.equal(weight, rank[name]["weights"][key]), key
 
@@ -150,7 +169,8 @@ def test_sketches_agree_with_one_rank_and_no_accumulation(results, world, name):
     """Ranks, stages, accumulation, checkpointing, packing: bf16 activations in other batches round differently, no
     more than that. (Every direction shares the first sketch, but not the Gaussian projection.)"""
     ours = results[world][0][0][name]
-    reference = results[1][0][0]["zero2-gaussian" if "gaussian" in name else "zero0"]
+    alike = [key for key in ("galore", "fira", "flora") if key in name] and "zero0-galore"
+    reference = results[1][0][0][alike or ("zero2-gaussian" if "gaussian" in name else "zero0")]
     sketch, expected = ours["sketches"][0], reference["sketches"][0]
     assert (sketch - expected).norm() < 1e-2 * expected.norm()
     if "adamw" in name:
@@ -198,7 +218,10 @@ def test_what_is_not_finite_on_one_rank_skips_on_all(results, world, name):
 
 def test_state_bytes_equal_the_coverage_table(results, world, name):
     ranks = [rank[name] for rank in results[world][0]]
-    assert ranks[0]["state_bytes"] == pytest.approx(ranks[0]["table_bytes"], rel=0.02)
+    kept = ranks[0]["state_bytes"]
+    if any(key in name for key in ("galore", "fira", "flora")):  # spread over the ranks
+        kept += sum(rank["state_bytes"] - rank["table_sink_bytes"] for rank in ranks[1:])
+    assert kept == pytest.approx(ranks[0]["table_bytes"], rel=0.02)
     sharded = sum(rank["all_state_bytes"] - rank["state_bytes"] for rank in ranks)
     copies = 1 if configurations()[name]["zero"] else world
     assert sharded == pytest.approx(copies * ranks[0]["table_dense_bytes"], rel=0.02)
@@ -224,9 +247,10 @@ def test_a_checkpoint_that_deepspeed_cannot_continue_is_adopted(results, name):
         version = state["version"] if state else 0
         assert found["state"]["version"] == version and found["next"] == version + 1
         if state and rank == 0:
-            for target, moments in state["directions"].items():
+            kind = "rules" if "rules" in state else "directions"
+            for target, moments in state[kind].items():
                 for key, value in moments.items():
-                    ours = found["state"]["directions"][target][key]
+                    ours = found["state"][kind][target][key]
                     assert torch.equal(ours, value) if isinstance(value, torch.Tensor) else ours == value
         moved = "model.layers.0.mlp.up_proj.weight"
         assert not torch.equal(found["after"][moved], found["weights"][moved])
@@ -239,3 +263,51 @@ def test_the_saved_checkpoint_holds_the_weights_and_nothing_of_ours(results, wor
     assert set(saved) - {"lm_head.weight"} == set(stock)
     expected = ranks[0][name]["resumed"][0] if "resumed" in ranks[0][name] else ranks[0][name]["weights"]
     assert all(torch.equal(saved[key], expected[key]) for key in stock)
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_lora_is_merged_as_peft_merges_the_saved_adapter(results, world, name, tiny_model):
+    ranks, folders = results[world]
+    expected, base = merged_by_peft(tiny_model, folders[name] / "hf"), load_file(tiny_model / "model.safetensors")
+    for rank in ranks:
+        assert set(rank[name]["merged"]) == set(expected) == set(base)
+        for key, weight in rank[name]["merged"].items():
+            assert torch.equal(weight, expected[key]), key
+            assert torch.equal(weight, base[key]) == ("_proj.weight" not in key), key
+        uninterrupted, resumed, state = rank[name]["resumed"]
+        assert all(torch.equal(weight, resumed[key]) for key, weight in uninterrupted.items())
+        assert state["version"] == 2
+    kept = sum(rank[name]["state_bytes"] for rank in ranks[: world if LORA[name]["zero"] else 1])
+    assert kept == pytest.approx(ranks[0][name]["table_bytes"], rel=0.02)
+
+
+def test_a_lora_checkpoint_of_another_shape_is_adopted(results):
+    source = results[1][0][0]["zero0-lora"]["merged"]
+    for rank in results[2][0]:
+        assert all(torch.equal(weight, rank["zero3-of-zero0-lora"]["merged"][key]) for key, weight in source.items())
+
+
+def test_the_strategy_of_another_package_trains(tiny_model, tmp_path, monkeypatch):
+    """The example of docs/strategies.md, found by its entry point, on two ranks with partitioned weights."""
+    document = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    (source,) = (code for code in re.findall(r"```python\n(.*?)```", document, re.S) if "@register_strategy" in code)
+    (point,) = re.findall(r"```toml\n\[.*?\]\nsign = \"(\S+)\"", document)
+    package, _, module = point.partition(".")
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    (tmp_path / package / f"{module}.py").write_text(source)
+    information = tmp_path / f"{package}-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(f"[openrlhf_logra.strategies]\nsign = {point}\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    config = {**BASE, "zero": 3, "persistence_threshold": 0, "flags": ["--logra.method", "sign"], "resume": True}
+    configs = tmp_path / "configs.json"
+    configs.write_text(json.dumps([{**config, "model": str(tiny_model)}]))
+    run_ranks(SCRIPT, [str(configs), str(tmp_path)], 2, timeout=300)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)[0] for rank in range(2))
+    for key, weight in first["weights"].items():
+        assert torch.equal(weight, second["weights"][key]), key
+        assert torch.equal(weight, first["loaded"][key]) == ("_proj.weight" not in key), key
+    uninterrupted, resumed, state = first["resumed"]
+    assert all(torch.equal(weight, resumed[key]) for key, weight in uninterrupted.items()) and state["version"] == 2

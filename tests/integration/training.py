@@ -12,6 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
 from openrlhf_logra.config import from_flat
@@ -168,3 +169,12 @@ def digest_of_checkpoint(folder: Path) -> str:
         if not (tied and name == "lm_head.weight")
     )
     return f"{total & (1 << 64) - 1:016x}"
+
+
+def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """Parameters by name of a bf16 model into which peft has merged a saved adapter."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    return dict(PeftModel.from_pretrained(model, adapter).merge_and_unload().named_parameters())

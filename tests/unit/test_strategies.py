@@ -1,0 +1,109 @@
+"""The registry: names, entry points of other packages, and what it refuses."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from toy import Toy
+
+from openrlhf_logra import strategies
+from openrlhf_logra.config import ConfigError, LograConfig
+from openrlhf_logra.strategies import register_strategy, strategy_class, strategy_names
+from openrlhf_logra.strategies.base import Strategy
+
+BUILT_IN = ("logra", "galore", "fira", "flora", "lora", "dense")
+MODULE = """
+from openrlhf_logra.strategies import register_strategy
+from openrlhf_logra.strategies.dense import DenseStrategy
+
+@register_strategy("{registered}")
+class Mine(DenseStrategy):
+    pass
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Makes an installed package of somebody else's whose entry point is called `named`."""
+
+    def make(named, registered=None, source=None):
+        info = tmp_path / "somebodys-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[openrlhf_logra.strategies]\n{named} = somebodys_{named}\n")
+        (tmp_path / f"somebodys_{named}.py").write_text(source or MODULE.format(registered=registered or named))
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    yield make
+    for name in [name for name in strategies._registered if name not in BUILT_IN]:
+        del strategies._registered[name]
+    for module in [module for module in sys.modules if module.startswith("somebodys_")]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_is_built_in(name):
+    assert name in strategy_names()
+    assert issubclass(strategy_class(name), Strategy)
+    LograConfig(enable=True, method=name).validate()
+
+
+def test_names_need_no_strategy_module():
+    code = (
+        "import sys; from openrlhf_logra.strategies import strategy_names; strategy_names();"
+        "print([m for m in sys.modules if m.startswith('openrlhf_logra.strategies.') or m == 'torch'])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_another_package_is_found_by_its_entry_point(package):
+    package("lion")
+    assert "lion" in strategy_names()
+    LograConfig(method="lion").validate()
+    assert strategy_class("lion").__module__ == "somebodys_lion"
+    with torch.device("meta"):
+        model = Toy()
+    assert strategy_class("lion")(LograConfig(method="lion"), model).trained
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        (None, "registers no strategy 'lion'"),
+        ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
+        (MODULE.format(registered="logra"), "'logra' is openrlhf_logra.strategies.logra.LograStrategy already"),
+    ],
+)
+def test_a_package_that_brings_none_is_named(package, source, words):
+    strategy_class("logra")
+    package("lion", registered="tiger", source=source)
+    with pytest.raises(ConfigError, match=words) as error:
+        LograConfig(method="lion").validate()
+    assert "--logra.method lion" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_defaults_are_the_strategys():
+    for method, refresh, growth in (("logra", 1, math.inf), ("galore", 200, math.inf), ("fira", 200, 1.01)):
+        config = LograConfig(method=method)
+        assert (config.refresh_every, config.norm_growth_limit) == (refresh, growth)
+    assert LograConfig(optimizer="adam").refresh_every == 20
+    assert LograConfig(method="fira", refresh_every=7, norm_growth_limit=2.0).norm_growth_limit == 2.0
+    assert LograConfig(method="fira", refresh_every=7).refresh_every == 7
+
+
+def test_a_name_means_one_class():
+    with pytest.raises(ValueError, match="already"):
+        register_strategy("logra")(type("Other", (Strategy,), {}))
+    assert register_strategy("logra")(strategy_class("logra")) is strategy_class("logra")
+
+
+def test_what_is_no_strategy_is_refused():
+    with pytest.raises(TypeError, match="Other does not derive from Strategy"):
+        register_strategy("other")(type("Other", (), {}))
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(ValueError, match="'sgd' is none of logra, galore"):
+        strategy_class("sgd")
