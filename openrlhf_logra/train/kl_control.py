@@ -6,23 +6,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import LograConfig, one_line
+from ..config import one_line
 from ..math.kl import KLController, KLSettings
-from ..strategies import strategy_class
 from .callbacks import Callback, UpdateContext
 from .probe import HeadWeights, Probe, ProbeBatch
-from .ranks import largest_over_ranks, sum_over_ranks
+from .ranks import gathered_on_rank_0, largest_over_ranks, sum_over_ranks
 from .shards import is_partitioned
 
 PROBE_KL = 5e-3  # differences: with more the third order shows, with less bf16 does (docs/kl.md)
-_SEARCHES = 4
+_SEARCHES = 8
+_NEAR = 2.0  # factor within which the KL of the probe step must meet it
+_LONGEST_STRIDE = 100.0
 _HEAD_TOLERANCE = 0.02  # of the largest logit; bf16 rounds by 0.004
 _AGREEMENT = 0.25
-
-
-def controls_kl(config: LograConfig) -> bool:
-    """Whether the flags ask for the controller, and the strategy has a step size for it to set."""
-    return not config.kl_disable and strategy_class(config.method).sizes_steps
 
 
 @dataclass
@@ -51,7 +47,7 @@ class KLControl(Callback):
     def __init__(self, settings: KLSettings, probe: str = "auto", log=print):
         self.controller = KLController(settings)
         self._kind, self._automatic, self._log = probe, probe == "auto", log
-        self._guess: float | None = None  # the last q that was found by differences
+        self._step: float | None = None  # of the last differences, which cost PROBE_KL
         self._probe: Probe | None = None
         self._measured: _Measured | None = None
         self._seconds = 0.0
@@ -84,11 +80,12 @@ class KLControl(Callback):
             self.controller.observe_mismatch(difference)
 
     def state_dict(self) -> dict:
-        return {"controller": self.controller.state_dict(), "guess": self._guess, "probe": self._kind}
+        settled = self._kind if self._automatic else "auto"  # what was asked for is not what was found
+        return {"controller": self.controller.state_dict(), "step": self._step, "probe": settled}
 
     def load_state_dict(self, state: dict) -> None:
         self.controller.load_state_dict(state["controller"])
-        self._guess = state["guess"]
+        self._step = state["step"]
         if self._automatic:
             self._kind = state["probe"]
 
@@ -128,7 +125,7 @@ class KLControl(Callback):
         return probe
 
     def _by_tangent(self, measured: _Measured, context: UpdateContext) -> float:
-        variance, error = math.nan, None
+        variance, reason = math.nan, None
         try:
             variance = self._probe.variance_by_tangent(measured.batch, context.along)
         except (NotImplementedError, RuntimeError) as raised:  # running out of memory included
@@ -136,11 +133,11 @@ class KLControl(Callback):
                 # Under ZeRO 3 the pass broke off with parameters gathered, and other ranks may be waiting in theirs.
                 hint = "say --logra.kl.probe fd"
                 raise RuntimeError(f"LoGRA: forward-mode AD failed ({one_line(raised)}); {hint}") from raised
-            error = raised
-        total, failed = sum_over_ranks([variance if error is None else 0.0, error is not None], context.device)
+            reason = one_line(raised)  # not the error, which would keep alive what the pass has allocated
+        total, failed = sum_over_ranks([0.0 if reason else variance, bool(reason)], context.device)
         if failed:
-            reason = one_line(error) if error else "on another rank"
-            self._take_differences(f"forward-mode AD failed ({reason})")
+            reasons = [text for text in gathered_on_rank_0(reason) if text]
+            self._take_differences(f"forward-mode AD failed ({next(iter(reasons), 'on another rank')})")
             return math.nan
         if self._kind == "auto":
             self._kind = "jvp"
@@ -149,32 +146,53 @@ class KLControl(Callback):
     def _compare(self, measured: _Measured, context: UpdateContext) -> None:
         """The first time, by both: an operation without derivative in the model's path loses tangents silently."""
         q = self._by_difference(measured, context)
-        if abs(q - measured.q) > _AGREEMENT * max(q, measured.q):
+        if not math.isfinite(q):
+            self._kind = "auto"  # nothing to compare with: again with the next update
+        elif self._agree(q, measured.q) or not self._settled(q, measured, context):
+            self._log("[logra] predicted KL by forward-mode AD, which this model has")
+        else:
             self._take_differences(f"forward-mode AD says q = {measured.q:.2e}, they say {q:.2e}")
             measured.q = q
-        else:
-            self._log("[logra] predicted KL by forward-mode AD, which this model has")
+
+    def _settled(self, q: float, measured: _Measured, context: UpdateContext) -> bool:
+        """Whether differences at half the step say the same."""
+        return self._step is not None and self._agree(q, self._difference(measured, context, self._step / 2)[0])
+
+    @staticmethod
+    def _agree(q: float, other: float) -> bool:
+        return abs(q - other) <= _AGREEMENT * max(q, other)
 
     def _take_differences(self, reason: str) -> None:
         self._log(f"[logra] predicted KL by central differences: {reason}")
         self._kind = "fd"
 
     def _by_difference(self, measured: _Measured, context: UpdateContext) -> float:
-        """Central differences at the step whose predicted KL is near `PROBE_KL`, found from the last update's q."""
-        epsilon = math.sqrt(PROBE_KL / self._guess) if self._guess else 1.0
+        """Central differences at a step that really costs about `PROBE_KL`, searched from the last update's on: a step
+        too long saturates the policy, and its differences are too small. NaN where none was found."""
+        epsilon = self._step or 1.0
+        moved = False
         for _ in range(_SEARCHES):
-            variance = self._probe.variance_by_difference(measured.batch, measured.before, context.along, epsilon)
-            q = self._q(*sum_over_ranks([variance], context.device), measured)
-            if not math.isfinite(q) or q < 0:
+            q, divergence = self._difference(measured, context, epsilon)
+            if q < 0:
                 return q
-            if q == 0:  # too short a step to change a bf16 bit?
-                epsilon *= 32
-                continue
-            self._guess = q
-            if 0.5 < epsilon**2 * q / PROBE_KL < 2:
-                break
-            epsilon = math.sqrt(PROBE_KL / q)
-        return q
+            cost = divergence / PROBE_KL
+            if 1 / _NEAR < cost < _NEAR and math.isfinite(q):
+                self._step = epsilon / math.sqrt(cost)
+                return q
+            moved = moved or not cost <= 0
+            if not math.isfinite(cost):  # far too long a step
+                stride = 0.0
+            else:  # one that costs nothing is too short to change a bf16 bit
+                stride = 1 / math.sqrt(cost) if cost > 0 else math.inf
+            epsilon *= min(max(stride, 1 / _LONGEST_STRIDE), _LONGEST_STRIDE)
+        self._step = epsilon if moved and math.isfinite(cost) else None  # the next update searches on
+        return math.nan if moved else 0.0
+
+    def _difference(self, measured: _Measured, context: UpdateContext, epsilon: float) -> tuple[float, float]:
+        """q by differences at +-epsilon, and KL per position of a step of epsilon; the same on every rank."""
+        own = self._probe.variance_by_difference(measured.batch, measured.before, context.along, epsilon)
+        variance, divergence = sum_over_ranks(list(own), context.device)
+        return self._q(variance, measured), divergence / measured.positions
 
     def _q(self, variance: float, measured: _Measured) -> float:
         """q = 1 / (2 |P| T^2) * sum of Var over all ranks' positions."""

@@ -155,8 +155,8 @@ class Head:
 
 
 def _in_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x W^T [n, V] in float32, without a float32 copy of all of W, which may be in host memory."""
-    return torch.cat([x.float() @ rows.to(x.device).float().t() for rows in weight.split(16384)], dim=-1)
+    """x W^T [n, V] in float32, without a float32 copy of all of W."""
+    return torch.cat([x.float() @ rows.float().t() for rows in weight.split(16384)], dim=-1)
 
 
 class Probe:
@@ -199,19 +199,21 @@ class Probe:
 
     def variance_by_difference(
         self, batch: ProbeBatch, base: list[torch.Tensor], along: Along, epsilon: float
-    ) -> float:
-        """Sum over this rank's positions of Var[zdot], by central differences at +-epsilon.
+    ) -> tuple[float, float]:
+        """Sum over this rank's positions of Var[zdot], by central differences at +-epsilon; and of the KL that a step
+        of epsilon costs, by which one sees whether epsilon is short enough for them.
 
         Args:
             base: `hidden(batch)`.
             along: within `along(epsilon)` passes are at W + epsilon D.
         """
         forward, backward = self.hidden(batch, along(epsilon)), self.hidden(batch, along(-epsilon))
-        total = 0.0
+        variance = divergence = 0.0
         with torch.no_grad(), self._head.weights() as weights:
             for z, up, down in self._chunks(weights, base, forward, backward):
-                total += float(rate_variance(z, (up - down) / (2 * epsilon), batch.temperature).sum())
-        return total
+                variance += float(rate_variance(z, (up - down) / (2 * epsilon), batch.temperature).sum())
+                divergence += float(kl_divergence(z, up, batch.temperature).sum())
+        return variance, divergence
 
     def variance_by_tangent(self, batch: ProbeBatch, along: Along) -> float:
         """The same by forward-mode AD: one pass for all targets, exact up to rounding.
@@ -244,7 +246,8 @@ class Probe:
         """Sum over this rank's positions of the full-vocabulary KL between two passes, the second with the head as it
         is now, the first with `head_before` where that is given."""
         with torch.no_grad(), self._head.weights() as weights:
-            old = self._chunks(head_before or weights, before)
+            on_device = [value if value is None else value.to(weights[0].device) for value in head_before or weights]
+            old = self._chunks(on_device, before)
             return sum(
                 float(kl_divergence(p, q, batch.temperature).sum())
                 for (p,), (q,) in zip(old, self._chunks(weights, after))

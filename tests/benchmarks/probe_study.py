@@ -101,7 +101,7 @@ def run(size: str, dtype: str, kind: str, count: int, tokens: int, repeats: int)
         if kind == "jvp":
             variance = probe.variance_by_tangent(batch, along)
         else:
-            variance = probe.variance_by_difference(batch, before, along, epsilon)
+            variance, _ = probe.variance_by_difference(batch, before, along, epsilon)
         return variance / (2 * batch.count)
 
     epsilon = math.sqrt(PROBE_KL / q(1.0))

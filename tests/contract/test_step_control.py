@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +18,10 @@ from openrlhf.trainer.ppo_utils.kl_controller import AdaptiveKLController  # noq
 from openrlhf_logra.config import ConfigError, LograConfig  # noqa: E402
 from openrlhf_logra.host import controller, log_probs, rollout_actor, trainer_actor  # noqa: E402
 from openrlhf_logra.math.baseline import RunningBaseline  # noqa: E402
-from openrlhf_logra.strategies.base import Proposal, StepOutcome  # noqa: E402
 from openrlhf_logra.train.callbacks import Callback, UpdateContext, load_callbacks  # noqa: E402
 from openrlhf_logra.train.kl_control import PROBE_KL, KLControl  # noqa: E402
 from openrlhf_logra.train.probe import ProbeBatch, first_responses  # noqa: E402
+from openrlhf_logra.train.step import Proposal, StepOutcome  # noqa: E402
 
 # ---- the responses that are probed ----------------------------------------------------------------------------------
 
@@ -107,7 +108,8 @@ def test_callbacks_that_cannot_be_are_refused(path, says):
 
 
 class Told:
-    """Stands for `Probe`; q and the realised KL are given."""
+    """Stands for `Probe`; q and the realised KL are given, of differences one after the other (the last stays) or with
+    what a step of epsilon costs."""
 
     def __init__(self, tangent, differences=(), realised=1e-4, wrong=0.004):
         self.tangent, self.differences, self.realised, self.epsilons = tangent, list(differences), realised, []
@@ -129,7 +131,9 @@ class Told:
 
     def variance_by_difference(self, batch, base, along, epsilon):
         self.epsilons.append(epsilon)
-        return self.differences.pop(0) * 2 * batch.count
+        said = self.differences.pop(0) if len(self.differences) > 1 else self.differences[0]
+        q, cost = said if isinstance(said, tuple) else (said, epsilon**2 * said)
+        return q * 2 * batch.count, cost * batch.count
 
     def head(self):
         return None
@@ -227,6 +231,91 @@ def test_auto_compares_once_and_mistrusts_lost_tangents(monkeypatch):
     one_update(again, monkeypatch, Told(AssertionError("nor after a resume"), [1e-3]))
 
 
+def test_auto_takes_differences_where_tangents_are_no_numbers(monkeypatch):
+    made = control()
+    context = one_update(made, monkeypatch, Told(math.nan, [1e-3] * 4))
+    assert context.metrics["logra/predicted_kl"] == pytest.approx(context.alpha**2 * 1e-3) and not context.held
+    assert "central differences" in made.said[0]
+
+
+def test_auto_compares_again_where_differences_were_no_numbers(monkeypatch):
+    made = control()
+    one_update(made, monkeypatch, Told(1e-3, [math.nan] * 4))
+    assert not made.said
+    one_update(made, monkeypatch, Told(1e-3 / 2, [1e-3, 1e-3]))
+    assert "q = 5.00e-04" in made.said[0]
+
+
+def test_what_a_failed_pass_had_allocated_is_free_before_differences_are_taken(monkeypatch):
+    class Failing(Told):
+        def variance_by_tangent(self, batch, along):
+            activations = torch.zeros(8)
+            self.left = weakref.ref(activations)
+            raise torch.OutOfMemoryError("full")
+
+        def variance_by_difference(self, *arguments):
+            assert self.left() is None
+            return super().variance_by_difference(*arguments)
+
+    assert not one_update(control(), monkeypatch, Failing(None, [1e-3, 1e-3])).held
+
+
+def test_a_step_too_long_is_made_shorter(monkeypatch):
+    told = Told(None, [math.inf, math.nan, 1e-3, 1e-3])
+    context = one_update(control(kl_probe="fd"), monkeypatch, told)
+    assert told.epsilons[:3] == [1.0, 1e-2, pytest.approx(1e-4)] and not context.held
+
+
+class Saturating(Told):
+    """A policy like a real one: q at small steps; at long ones its KL grows no further, and differences vanish."""
+
+    def __init__(self, q, most, tangent=None):
+        super().__init__(tangent)
+        self.q, self.most = q, most
+
+    def variance_by_difference(self, batch, base, along, epsilon):
+        self.epsilons.append(epsilon)
+        cost = self.most * (1 - math.exp(-(epsilon**2) * self.q / self.most))
+        return 2 * batch.count * cost / epsilon**2, cost * batch.count
+
+
+@pytest.mark.parametrize("q", [1e-4, 1.0, 1e6, 1e12])
+@pytest.mark.parametrize("most", [0.1, 10.0])
+def test_differences_are_taken_where_the_policy_is_not_saturated(monkeypatch, q, most):
+    """From 1 on, which is far too long for most of these, and from a step that has become too long."""
+    made = control(kl_probe="fd", kl_alpha_max=1e9)
+    for scale in (1, 1e4, 1e-3):
+        one_update(made, monkeypatch, Saturating(q * scale, most))  # may search for too long, and is held then
+        one_update(made, monkeypatch, Saturating(q * scale, most))
+        context = one_update(made, monkeypatch, Saturating(q * scale, most))
+        predicted = context.alpha**2 * q * scale
+        assert predicted == pytest.approx(context.metrics["logra/kl_budget"], rel=0.1)
+
+
+def test_differences_that_do_not_settle_do_not_overrule_tangents(monkeypatch):
+    made = control()
+    told = Told(1e-3, [(5e-4, PROBE_KL), (2.5e-4, PROBE_KL / 4)])
+    context = one_update(made, monkeypatch, told)
+    assert context.metrics["logra/predicted_kl"] == pytest.approx(context.alpha**2 * 1e-3)
+    assert "forward-mode AD, which" in made.said[0] and told.epsilons == [1.0, 0.5]
+
+
+def test_differences_that_find_no_step_hold_it(monkeypatch):
+    made = control(kl_probe="fd")
+    context = one_update(made, monkeypatch, Told(None, [(1e-3, 1.0)]))
+    assert "not finite" in context.held
+    assert not one_update(made, monkeypatch, Told(None, [1e-3])).held
+
+
+def test_what_was_asked_for_is_not_what_a_resume_finds(monkeypatch):
+    made = control(kl_probe="fd")
+    one_update(made, monkeypatch, Told(None, [1e-3]))
+    again = control()
+    again.load_state_dict(made.state_dict())
+    one_update(again, monkeypatch, Told(1e-3, [1e-3]))
+    assert "forward-mode AD, which" in again.said[0]
+
+
 def test_a_head_that_is_not_understood_stops(monkeypatch):
     for wrong in (0.1, math.inf, math.nan):
         with pytest.raises(RuntimeError, match="--logra.kl.disable"):
@@ -248,9 +337,10 @@ def test_an_alpha_that_is_no_size_holds_the_step(alpha):
 
 
 def test_a_step_too_short_for_bf16_is_made_longer(monkeypatch):
-    told = Told(None, [0.0, 1e-9, 1e-9])
+    told = Told(None, [0.0, 1e-9])
     context = one_update(control(kl_probe="fd"), monkeypatch, told)
-    assert told.epsilons[:2] == [1.0, 32.0] and context.alpha == 3.0
+    assert told.epsilons[:2] == [1.0, 100.0] and context.alpha == 3.0
+    assert told.epsilons[-1] ** 2 * 1e-9 == pytest.approx(PROBE_KL)
 
 
 def test_differences_find_their_step_and_keep_it(monkeypatch):
@@ -280,7 +370,7 @@ def test_a_callback_named_twice_is_refused():
 @pytest.mark.parametrize("q", [math.nan, math.inf, -1.0])
 @pytest.mark.parametrize("probe", ["jvp", "fd"])
 def test_a_q_that_is_no_number_holds_the_step(monkeypatch, q, probe):
-    context = one_update(control(kl_probe=probe), monkeypatch, Told(q, [q]))
+    context = one_update(control(kl_probe=probe), monkeypatch, Told(q, [q] * 4))
     assert "not finite" in context.held and "logra/realized_kl" not in context.metrics
 
 

@@ -88,7 +88,7 @@ class Measure(Callback):
         epsilon = math.sqrt(PROBE_KL / by_tangent)
         one = {
             "jvp": by_tangent,
-            "fd": q(probe.variance_by_difference(batch, before, context.along, epsilon)),
+            "fd": q(probe.variance_by_difference(batch, before, context.along, epsilon)[0]),
             "realised": {},
         }
         for kl in (1e-3, 1e-4):

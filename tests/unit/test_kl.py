@@ -79,9 +79,10 @@ class Policy:
         return self.q(self.probe.variance_by_tangent(self.batch, self.along))
 
     def by_difference(self, epsilon: float) -> float:
-        return self.q(
-            self.probe.variance_by_difference(self.batch, self.probe.hidden(self.batch), self.along, epsilon)
-        )
+        base = self.probe.hidden(self.batch)
+        variance, divergence = self.probe.variance_by_difference(self.batch, base, self.along, epsilon)
+        assert divergence >= 0
+        return self.q(variance)
 
     def q(self, variance: float) -> float:
         return variance / (2 * self.batch.count * TEMPERATURE**2)
@@ -167,10 +168,9 @@ def test_the_strategys_own_step(kl):
     before = probe.hidden(batch)
     q = probe.variance_by_tangent(batch, along) / (2 * batch.count)
     alpha = math.sqrt(kl / q)
-    assert (
-        abs(probe.variance_by_difference(batch, before, along, math.sqrt(PROBE_KL / q)) / (2 * batch.count) / q - 1)
-        < 0.15
-    )
+    variance, divergence = probe.variance_by_difference(batch, before, along, math.sqrt(PROBE_KL / q))
+    assert abs(variance / (2 * batch.count) / q - 1) < 0.15
+    assert abs(divergence / batch.count / PROBE_KL - 1) < 0.15
     assert all(torch.equal(parameter, weights[name]) for name, parameter in strategy.parameters().items())
     outcome = strategy.commit(proposal, alpha)
     realised = probe.divergence(batch, before, probe.hidden(batch)) / batch.count
