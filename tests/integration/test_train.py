@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,19 +19,22 @@ from training import (
     LOGRA_FLAGS,
     Finished,
     digest_of_checkpoint,
-    processes_of,
+    merged_by_peft,
     run,
     start,
     stock_flags,
     wait_until_gone,
 )
 
+from openrlhf_logra.math.digest import total_digest
 from openrlhf_logra.math.kl import KLSettings
+from openrlhf_logra.sync.trainer import digests_of
 
-# Every stage, rank count and engine count, and every pair of the last two.
-COVERING = [(0, 1, 2), (1, 2, 1), (2, 1, 1), (3, 2, 2)]
+# Every stage, rank count and engine count, and every pair of the last two. A Gaussian product cannot be repeated by
+# engines: its changes are found by comparing.
+COVERING = [(0, 1, 2, "gaussian"), (1, 2, 1, "rademacher"), (2, 1, 1, "rademacher"), (3, 2, 2, "rademacher")]
 LOGRA = str(Path(sys.executable).with_name("openrlhf-logra"))
-COMBINATIONS = list(itertools.product((0, 1, 2, 3), (1, 2), (1, 2))) if FULL else COVERING
+EVERY = [*itertools.product((0, 1, 2, 3), (1, 2), (1, 2), ("rademacher",)), COVERING[0], (3, 2, 1, "gaussian")]
 # What else is switched on at each stage.
 ALSO = {
     0: {"--vllm.enable_prefix_caching": None},
@@ -61,15 +65,15 @@ def check_replay(folder: Path, base: Path, finished: Finished) -> None:
     assert finished.steps[-1].digest == digest_of_checkpoint(out)
 
 
-@pytest.mark.parametrize("zero, ranks, engines", COMBINATIONS)
-def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines, wide_model, tmp_path):
-    """ZeRO 1 starts through `openrlhf-logra train`; ZeRO 2 makes fifty updates."""
-    steps = 25 if zero == 2 else 3
+@pytest.mark.parametrize("zero, ranks, engines, distribution", EVERY if FULL else COVERING)
+def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines, distribution, wide_model, tmp_path):
+    """ZeRO 1 starts through `openrlhf-logra train`; ZeRO 2 and Gaussian projections make fifty updates."""
+    steps = 25 if zero == 2 or distribution == "gaussian" else 3
     flags = stock_flags(wide_model, tmp_path, zero=zero, ranks=ranks, engines=engines, steps=steps, **ALSO[zero])
-    flags = [*flags, *LOGRA_FLAGS, "--logra.sync.log_dir", "records"]
+    flags = [*flags, *LOGRA_FLAGS, "--logra.distribution", distribution, "--logra.sync.log_dir", "records"]
     finished = run(flags, tmp_path, program=[LOGRA, "train"] if zero == 1 else None)
     assert finished.code == 0, finished.output[-5000:]
-    check_steps(finished, steps, "factor")
+    check_steps(finished, steps, "factor" if distribution == "rademacher" else "sparse")
     assert all(", KL " in step.line for step in finished.steps), "predicted-KL control is the default"
     check_replay(tmp_path, wide_model, finished)
     roles = [role for role, _ in finished.roles()]
@@ -80,22 +84,29 @@ def test_engines_trainer_and_checkpoint_hold_the_same_bits(zero, ranks, engines,
     assert roles.count("vLLM process") == (4 if zero == 2 else 2) * engines
 
 
-WITHOUT_FACTORS = {
-    # Weights in partitions, and a product that engines cannot repeat: changed elements are gathered from two ranks.
-    "gaussian": ({"zero": 3, "ranks": 2}, [*LOGRA_FLAGS, "--logra.distribution", "gaussian"]),
-    "dense": (
-        {"zero": 1, "ranks": 2, "--actor.adam.lr": 1e-3},
-        ["--logra.enable", "--logra.method", "dense", "--logra.sync.verify_every", "1"],
-    ),
-}
-
-
-@pytest.mark.parametrize("changes, logra", WITHOUT_FACTORS.values(), ids=list(WITHOUT_FACTORS))
-def test_fifty_updates_that_are_no_factors(changes, logra, tiny_model, tmp_path):
-    flags = [*stock_flags(tiny_model, tmp_path, steps=25, **changes), *logra, "--logra.sync.log_dir", "records"]
+def test_twenty_updates_of_lora_reach_the_engine_merged(tiny_model, tmp_path):
+    """After every sync the engine's weights are the merge of the base and the adapter saved with it, by peft, bit for
+    bit: the digest that trainer and engine agree on is that of the merged model, all parameters under stock names."""
+    changes = {"--ds.lora.rank": 4, "--actor.adam.lr": 3e-3, "--ckpt.save_steps": 1, "--ckpt.save_hf": None}
+    changes |= {"--ckpt.disable_ds": None}
+    flags = stock_flags(tiny_model, tmp_path, zero=3, ranks=2, steps=10, **changes)
+    flags += ["--logra.enable", "--logra.method", "lora", "--logra.sync.verify_every", "1"]
     finished = run(flags, tmp_path)
     assert finished.code == 0, finished.output[-5000:]
-    check_steps(finished, 25, "sparse")
+    check_steps(finished, 10, "sparse")
+    for step in finished.steps:
+        merged = merged_by_peft(tiny_model, tmp_path / f"checkpoints/global_step{step.number}_hf")
+        assert step.digest == f"{total_digest(digests_of(merged)):016x}"
+
+
+@pytest.mark.parametrize("zero", (0, 1, 2, 3) if FULL else (1,))
+def test_dense_adam_reaches_the_engine_as_it_is(zero, tiny_model, tmp_path):
+    """All parameters trained by DeepSpeed on two ranks, their changed elements sent; the log replays."""
+    flags = stock_flags(tiny_model, tmp_path, zero=zero, ranks=2, steps=25 if FULL else 2, **{"--actor.adam.lr": 1e-3})
+    flags += ["--logra.enable", "--logra.method", "dense", "--logra.sync.verify_every", "1"]
+    finished = run([*flags, "--logra.sync.log_dir", "records"], tmp_path)
+    assert finished.code == 0, finished.output[-5000:]
+    check_steps(finished, 25 if FULL else 2, "sparse")
     check_replay(tmp_path, tiny_model, finished)
 
 
@@ -118,13 +129,13 @@ class Record(Callback):
 """
 
 
-def check_step_control(path: Path, resumed: int) -> None:
+def check_step_control(path: Path, resumed: list[int]) -> None:
     """A callback of the user saw every update and sync; each update had the budget of its index, resumed or not."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     syncs = [line["synced"] for line in lines if "synced" in line]
     updates = [line for line in lines if "version" in line]
-    assert syncs[-2:] == [6, 8] and resumed in syncs
-    assert [line["version"] for line in updates][-8 + resumed :] == list(range(resumed + 1, 9))
+    assert syncs[-2:] == [10, 12] and set(resumed) <= set(syncs)
+    assert [line["version"] for line in updates][-12 + resumed[-1] :] == list(range(resumed[-1] + 1, 13))
     for line in updates:
         scheduled = KLSettings().scheduled(line["version"] - 1)
         assert scheduled / 2 <= line["logra/kl_budget"] <= scheduled
@@ -133,39 +144,58 @@ def check_step_control(path: Path, resumed: int) -> None:
         assert line["logra/realized_kl"] > 0 and line["logra/mismatch"] >= 0
 
 
-@pytest.mark.parametrize("end", ["ctrl-c", "kill -9 of a trainer actor"])
-def test_resume_syncs_dense_first_and_an_end_leaves_nothing(end, tiny_model, tmp_path):
-    """Save every step, end after the second, resume: one dense sync, then records again, in one log. Step control goes
-    on where it was. (At a temperature at which vLLM's log-probabilities need processing.)"""
-    changes = {"--ckpt.save_steps": 1, "--algo.advantage.estimator": "reinforce", "--rollout.temperature": 0.8}
-    flags = stock_flags(tiny_model, tmp_path, steps=4, **changes)
-    flags += [*LOGRA_FLAGS, "--logra.sync.log_dir", "records", "--logra.reward_baseline", "running"]
-    flags += ["--logra.callbacks", "record:Record"]
-    (tmp_path / "record.py").write_text(RECORD)
-    process, log, mark = start(flags, tmp_path)
-    deadline = time.monotonic() + 300
-    while "[logra] step 2:" not in log.read_text(errors="replace") and time.monotonic() < deadline:
+def end_after(step: int, flags: list[str], folder: Path, kill: Callable[[subprocess.Popen, str], None]) -> None:
+    """Start a run, end it once a checkpoint of this step is there, and see that nothing is left of it."""
+    process, log, mark = start(flags, folder)
+    latest, deadline = folder / "checkpoints/_actor/latest", time.monotonic() + 300
+    reached = f"[logra] step {step}:"
+    while reached not in log.read_text(errors="replace") and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.2)
-    assert "[logra] step 2:" in log.read_text(errors="replace"), log.read_text(errors="replace")[-3000:]
-    while not (tmp_path / "checkpoints/_actor/latest").exists() and time.monotonic() < deadline:
+    assert reached in log.read_text(errors="replace"), log.read_text(errors="replace")[-3000:]
+    while not latest.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    if end == "ctrl-c":
-        os.killpg(process.pid, signal.SIGINT)
-    else:
-        (trainer,) = re.findall(r"active in the trainer actor \(pid (\d+)\)", log.read_text(errors="replace"))
-        os.kill(int(trainer), signal.SIGKILL)
+    kill(process, log.read_text(errors="replace"))
     process.wait(60)
     assert process.returncode != 0
     assert wait_until_gone(mark, 30) == []
-    assert not processes_of(mark)
 
-    finished = run([*flags, "--ckpt.load_enable"], tmp_path)
+
+def ctrl_c(process: subprocess.Popen, output: str) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def kill_trainer(process: subprocess.Popen, output: str) -> None:
+    (trainer,) = re.findall(r"active in the trainer actor \(pid (\d+)\)", output)
+    os.kill(int(trainer), signal.SIGKILL)
+
+
+def test_resume_syncs_dense_first_and_an_end_leaves_nothing(tiny_model, tmp_path):
+    """Save every step; Ctrl-C after the second, resume; kill -9 of the trainer's actor after the fourth, resume: a
+    dense sync each time, then records again, all in one log. Step control goes on where it was. (At a temperature at
+    which vLLM's log-probabilities need processing.)"""
+    changes = {"--ckpt.save_steps": 1, "--algo.advantage.estimator": "reinforce", "--rollout.temperature": 0.8}
+    flags = stock_flags(tiny_model, tmp_path, steps=6, **changes)
+    flags += [*LOGRA_FLAGS, "--logra.sync.log_dir", "records", "--logra.reward_baseline", "running"]
+    flags += ["--logra.callbacks", "record:Record"]
+    (tmp_path / "record.py").write_text(RECORD)
+    again = [*flags, "--ckpt.load_enable"]
+    end_after(2, flags, tmp_path, ctrl_c)
+    first = latest_version(tmp_path)
+    end_after(4, again, tmp_path, kill_trainer)
+    assert f"resumed at version {first}: the first sync is dense" in (tmp_path / "train.log").read_text()
+    second = latest_version(tmp_path)
+    assert 4 <= first < second
+    finished = run(again, tmp_path)
     assert finished.code == 0, finished.output[-5000:]
-    first = finished.steps[0]
-    resumed = 2 * (first.number - 1)
-    assert resumed >= 2 and first.version == resumed + 2 and first.digest
-    assert finished.output.count(f"resumed at version {resumed}: the first sync is dense") == 1
+    assert finished.output.count(f"resumed at version {second}: the first sync is dense") == 1
+    assert finished.steps[0].version == second + 2 and finished.steps[0].digest
     assert all("sync factor" in step.line for step in finished.steps), "only the sync before the first step is dense"
-    assert finished.steps[-1].number == 4 and finished.steps[-1].version == 8
+    assert finished.steps[-1].number == 6 and finished.steps[-1].version == 12
     check_replay(tmp_path, tiny_model, finished)
-    check_step_control(tmp_path / "updates.jsonl", resumed)
+    check_step_control(tmp_path / "updates.jsonl", [first, second])
+
+
+def latest_version(folder: Path) -> int:
+    """Of the checkpoint that a resume continues: two updates a step."""
+    tag = (folder / "checkpoints/_actor/latest").read_text().strip()
+    return 2 * int(tag.removeprefix("global_step"))
