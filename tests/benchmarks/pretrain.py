@@ -4,7 +4,7 @@
 
 The text is the language reference that comes with every Python (pydoc_data.topics), byte by byte; its last tenth is
 held out. Rank 8 of 128. `--sweep` tries several learning rates on the first seed and prints what each gives; without
-it, the rates found so (below) are used for all seeds. Prints a table for docs/strategies.md.
+it, one rate of each method (`--rates`) is used for all seeds, and a table printed.
 """
 
 import argparse
