@@ -41,7 +41,7 @@ def divide_params(
 
     Args:
         target_modules_list: modules whose weight matrices are meant: by class name ("Linear") or by the end of their
-            path ("q_proj", "mlp.up_proj").
+            path ("q_proj", "mlp.up_proj"). A weight that an embedding shares (a tied head) is none of them.
         rank: of the subspaces; of a matrix with a smaller side, that side.
         update_gap: steps between two bases.
         scale: of the step in the subspace.
@@ -50,9 +50,11 @@ def divide_params(
         ValueError: a name matches no module with a weight matrix that is trained.
     """
     chosen: dict[int, nn.Parameter] = {}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name in [target_modules_list] if isinstance(target_modules_list, str) else target_modules_list:
         hits = [module for path, module in model.named_modules() if _is_called(name, path, module)]
-        matrices = [w for w in (getattr(hit, "weight", None) for hit in hits) if _is_trained_matrix(w)]
+        weights = (getattr(hit, "weight", None) for hit in hits)
+        matrices = [w for w in weights if _is_trained_matrix(w) and id(w) not in embeddings]
         if not matrices:
             raise ValueError(f"target_modules_list: {name!r} matches no module with a weight matrix that is trained")
         chosen.update({id(weight): weight for weight in matrices})

@@ -112,7 +112,7 @@ class LograActorPPOTrainer(ppo_actor.ActorPPOTrainer):
             values = [getattr(outcome, name) for outcome in applied if getattr(outcome, name) is not None]
             measured[f"logra/{name}"] = values
         for name in dict.fromkeys(name for update in self.strategy.metrics for name in update):
-            measured[name] = [update[name] for update in self.strategy.metrics if name in update]
+            measured[name] = [update[name] for update in self.strategy.metrics if update.get(name) is not None]
         for name, values in measured.items():
             if values:
                 metrics[name] = sum(values) / (1 if name.startswith("timing/") else len(values))

@@ -22,7 +22,9 @@ class LoraStrategy(HostTrained):
         super().__init__(config, model)
         self._merged = merged_weights(model)
         if not self._merged:
-            raise ConfigError("--logra.method lora: the model has no adapters; give --ds.lora.rank")
+            raise ConfigError(
+                "--logra.method lora: the model has no adapters; they come with --ds.lora.rank of the training command"
+            )
         self.trained = self.dense = tuple(self._merged)
 
     def parameters(self) -> dict[str, torch.Tensor | Computed]:

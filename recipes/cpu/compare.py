@@ -59,7 +59,7 @@ def train(flags: list[str], seed: int, steps: int, run: Path) -> Result:
         subprocess.CalledProcessError: it failed.
     """
     flags = [*flags, "--data.max_samples", str(64 * steps), "--eval.steps", str(steps)]
-    flags += ["--logra.callbacks", "peak_memory:PeakMemory"]
+    flags += ["--logra.kl.horizon", str(2 * steps), "--logra.callbacks", "peak_memory:PeakMemory"]
     made = run / "flags.json"
     if not made.is_file() or json.loads(made.read_text()) != flags:
         run.parent.mkdir(parents=True, exist_ok=True)

@@ -47,6 +47,14 @@ def test_the_two_lines_of_the_article():
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_a_tied_head_is_left_to_adamw():
+    model = Toy()
+    model.lm_head.weight = model.embed_tokens.weight
+    groups = divide_params(model, "Linear", 8)
+    assert len(groups[0]["params"]) == 6
+    assert any(parameter is model.embed_tokens.weight for parameter in groups[1]["params"])
+
+
 @pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_steps_are_the_rules(optimizer, weight_decay):
