@@ -148,7 +148,7 @@ class KLControl(Callback):
         q = self._by_difference(measured, context)
         if not math.isfinite(q):
             self._kind = "auto"  # nothing to compare with: again with the next update
-        elif self._agree(q, measured.q) or not self._settled(q, measured, context):
+        elif self._agree(q, measured.q) or (math.isfinite(measured.q) and not self._settled(q, measured, context)):
             self._log("[logra] predicted KL by forward-mode AD, which this model has")
         else:
             self._take_differences(f"forward-mode AD says q = {measured.q:.2e}, they say {q:.2e}")

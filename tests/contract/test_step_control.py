@@ -233,6 +233,8 @@ def test_auto_compares_once_and_mistrusts_lost_tangents(monkeypatch):
 
 def test_auto_takes_differences_where_tangents_are_no_numbers(monkeypatch):
     made = control()
+    unsettled = [(1e-3, PROBE_KL), (5e-4, PROBE_KL / 4)]
+    assert not one_update(control(), monkeypatch, Told(math.nan, unsettled)).held
     context = one_update(made, monkeypatch, Told(math.nan, [1e-3] * 4))
     assert context.metrics["logra/predicted_kl"] == pytest.approx(context.alpha**2 * 1e-3) and not context.held
     assert "central differences" in made.said[0]
