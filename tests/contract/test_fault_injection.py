@@ -25,6 +25,7 @@ from openrlhf_logra.sync.log import RecordLog, apply_record, digests, read_log
 from openrlhf_logra.sync.record import Record, decode, encode, sparse_record
 from openrlhf_logra.sync.sparse import Elements
 from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncError, digests_of
+from openrlhf_logra.train import ranks as ranks_module
 from openrlhf_logra.train import shards
 
 TARGETS = [f"layers.0.{name}_proj.weight" for name in "qvo"]  # split by rows, replicated, split by columns
@@ -1224,7 +1225,7 @@ ON_THE_SENDER = [engine_dies, client_breaks, disk_is_full, record_cannot_be_made
 def test_all_ranks_go_on_or_stop_together(mode, breaks, tmp_path, monkeypatch):
     """What only the sender can meet raises on every rank, in the same sync, with its reason; then it goes on."""
     ranks = Ranks(2)
-    for module in (trainer_module, stream_module, shards):
+    for module in (trainer_module, ranks_module, shards):
         monkeypatch.setattr(module, "dist", ranks)
     rigs = {}
 
@@ -1257,7 +1258,7 @@ def test_all_ranks_go_on_or_stop_together(mode, breaks, tmp_path, monkeypatch):
 def test_all_ranks_take_part_in_every_message(mode, model, most, monkeypatch):
     """However a sync is made up: records, pieces of them, whole parameters after them or alone."""
     ranks = Ranks(2)
-    for module in (trainer_module, stream_module, shards):
+    for module in (trainer_module, ranks_module, shards):
         monkeypatch.setattr(module, "dist", ranks)
     monkeypatch.setattr(trainer_module, "_PART_BYTES", most)
     rigs = {}
@@ -1281,7 +1282,7 @@ def test_all_ranks_take_part_in_every_message(mode, model, most, monkeypatch):
 
 def test_a_log_that_cannot_be_opened_stops_all_ranks(tmp_path, monkeypatch):
     ranks = Ranks(2)
-    for module in (trainer_module, stream_module, shards):
+    for module in (trainer_module, ranks_module, shards):
         monkeypatch.setattr(module, "dist", ranks)
     (tmp_path / "log").write_text("a file in its place")
 
