@@ -1,7 +1,5 @@
 """Fira's norm-growth limiter: a norm may grow by a factor of at most `limit` from one step to the next."""
 
-import math
-
 
 def limited(norm: float, last: float | None, limit: float) -> float:
     """The factor in (0, 1] that keeps `norm` within `limit` times the last step's.
@@ -17,5 +15,5 @@ def limited(norm: float, last: float | None, limit: float) -> float:
 
 
 def check_limit(limit: float) -> bool:
-    """Whether a limit is one: 1 or more, infinity included."""
-    return limit >= 1 and not math.isnan(limit)
+    """Whether a limit is one: 1 or more, infinity included, NaN not."""
+    return limit >= 1
