@@ -165,17 +165,19 @@ def quiet_port() -> int:
     """A free port that nothing is likely to take before it is used.
 
     OpenRLHF asks the system for one a minute before the process group listens on it; with everything on one machine,
-    Ray and vLLM ask for hundreds from the same range meanwhile. This one lies below that range.
+    Ray and vLLM ask for hundreds from the same range meanwhile. This one lies below that range, and where there is
+    room above the ports that Ray gives its workers (10002 to 19999).
     """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in SystemRandom().sample(range(10_000, max(lowest, 20_000)), 100):
+    ports = range(20_000, lowest) if lowest >= 21_000 else range(10_000, 20_000)
+    for port in SystemRandom().sample(ports, 100):
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
             return port
-    raise RuntimeError(f"no free port between 10000 and {lowest}")
+    raise RuntimeError(f"none of a hundred ports from {ports.start} to {ports.stop - 1} is free")
 
 
 # ---- DeepSpeed ------------------------------------------------------------------------------------------------------
