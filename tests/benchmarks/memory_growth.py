@@ -25,10 +25,12 @@ WINDOW = 10
 
 
 def role(pid: int) -> str:
-    """What the process calls itself."""
+    """What the process calls itself, without the method that a Ray actor is in."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
     name = words[0] if words else ""
-    return name if "::" in name else " ".join(Path(word).name for word in words[:3] if not word.startswith("-"))[:40]
+    if "::" in name:
+        return name.partition(".")[0]
+    return " ".join(Path(word).name for word in words[:3] if not word.startswith("-"))[:40]
 
 
 def private_bytes(pid: int) -> int:
