@@ -18,4 +18,5 @@ export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export PYTHONDONTWRITEBYTECODE=
 # Ray and vLLM start helpers by name.
 export PATH="$PWD/.venv/bin:$PATH"
-exec .venv/bin/python -m pytest "$@"
+# Two at a time: a run of the whole stack leaves a third of two cores idle. tests/integration/conftest.py says which.
+exec .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"

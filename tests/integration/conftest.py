@@ -19,6 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 FULL = os.environ.get("LOGRA_FULL") == "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """How run.sh deals tests out to two processes: what starts Ray stays together and begins first, since two Rays on
+    one machine may take each other's ports; of the rest, a module stays together, since its fixtures are dear."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("ray",))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     from models import make_model

@@ -26,6 +26,8 @@ from recipes import (
     updates_per_sync,
 )
 
+pytestmark = pytest.mark.xdist_group("ray")
+
 STANDARD = (
     "train_dapo_ray_hybrid_engine",
     "train_ppo_ray_hybrid_engine",
