@@ -4,6 +4,9 @@ S = G A^T                      the same sketch as LoGRA's, of a gradient that wa
 M <- M A_old A^T               when A is drawn again, every `update_gap` steps
 M <- beta1 M + (1 - beta1) S
 step = M A
+
+Carrying M over to another A multiplies |M|^2 by k / r in expectation, for rows of length k: the step jumps at a draw,
+and momentum falls from draw to draw only if beta1^update_gap sqrt(k / r) is below 1.
 """
 
 import math
@@ -40,6 +43,12 @@ class Flora:
         state["m"].lerp_(sketch, 1 - self.beta1)
         state.update(t=state["t"] + 1, index=index)
         return state["m"] @ drawn
+
+    @property
+    def shortest_gap(self) -> int:
+        """Steps between two draws from which on momentum falls from draw to draw."""
+        growth = math.sqrt(self.projection.width / self.projection.rank)
+        return math.floor(math.log(growth) / -math.log(self.beta1)) + 1 if self.beta1 else 1
 
     def state_bytes(self, rows: int, cols: int) -> int:
         return 4 * rows * self.projection.rank

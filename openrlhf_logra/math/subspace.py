@@ -12,7 +12,8 @@ where adam(L) is Adam's bias-corrected quotient of moments and `limited` lets th
 a dict of plain tensors and numbers, which the caller keeps and a checkpoint can hold.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -86,7 +87,11 @@ class GaLore:
         return None
 
     def state_bytes(self, rows: int, cols: int) -> int:
-        return 4 * self.rank * (min(rows, cols) + 2 * max(rows, cols))
+        return 4 * (self.rank * min(rows, cols) + 2 * math.prod(self.low_shape(rows, cols)))
+
+    def low_shape(self, rows: int, cols: int) -> tuple[int, int]:
+        """Of L, and so of the moments, for a matrix of this shape."""
+        return (self.rank, cols) if _on_left((rows, cols)) else (rows, self.rank)
 
     def _renew(self, gradient: torch.Tensor, state: State) -> None:
         basis = _leading_basis(gradient, self.rank)
@@ -124,14 +129,23 @@ class Fira(GaLore):
         state: State,
     ) -> torch.Tensor:
         rest = gradient - lift(low)
-        along = 0 if gradient.shape[0] < gradient.shape[1] else 1
-        before, after = (torch.linalg.vector_norm(x, dim=along, keepdim=True) for x in (low, adapted))
-        rest.mul_(torch.where(before > 0, after / before, torch.zeros_like(before)))
-        norm = float(torch.linalg.vector_norm(rest))
+        along = 0 if _on_left(gradient.shape) else 1
+        # In float64: a column of L that is nearly zero, while its moments are not, takes the ratio out of float32.
+        before, after, outside = (
+            torch.linalg.vector_norm(x, dim=along, keepdim=True, dtype=torch.float64) for x in (low, adapted, rest)
+        )
+        scaling = torch.where(before > 0, after / before, torch.zeros_like(before))
+        norm = float(torch.linalg.vector_norm(scaling * outside))
         factor = limited(norm, state.get("rest_norm"), self.norm_growth_limit)
-        if norm:
+        if 0 < norm < math.inf:
             state["rest_norm"] = norm * factor
-        return rest.mul_(factor)
+        largest = torch.finfo(rest.dtype).max
+        return rest.mul_((scaling * factor).clamp_(max=largest).to(rest.dtype))
+
+
+def _on_left(shape: Sequence[int]) -> bool:
+    """Whether P multiplies from the left: it belongs to the smaller side."""
+    return shape[0] < shape[1]
 
 
 def _leading_basis(gradient: torch.Tensor, rank: int) -> torch.Tensor | None:
@@ -142,12 +156,13 @@ def _leading_basis(gradient: torch.Tensor, rank: int) -> torch.Tensor | None:
         left, _, right = torch.linalg.svd(gradient, full_matrices=False)
     except torch.linalg.LinAlgError:
         return None
-    basis = left[:, :rank] if gradient.shape[0] < gradient.shape[1] else right[:rank].t()
-    return basis.contiguous() if torch.isfinite(basis).all() else None
+    basis = left[:, :rank] if _on_left(gradient.shape) else right[:rank].t()
+    # (A copy even where a slice is contiguous: it would keep the whole factor alive.)
+    return basis.clone(memory_format=torch.contiguous_format) if torch.isfinite(basis).all() else None
 
 
 def _maps(basis: torch.Tensor, shape: torch.Size) -> tuple[Callable, Callable]:
     """G -> L, and L -> a matrix of G's shape."""
-    if shape[0] < shape[1]:
+    if _on_left(shape):
         return lambda g: basis.t() @ g, lambda low: basis @ low
     return lambda g: g @ basis, lambda low: low @ basis.t()

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..config import LograConfig
+from ..config import ConfigError, LograConfig
 from ..math.flora import Flora
 from ..math.projection import Projection
 from ..train.targets import Target, check_rank
@@ -17,6 +17,12 @@ class FloraStrategy(GradientStrategy):
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
         check_rank(config.rank, self.targets)
+        gap, name = max((rule.shortest_gap, target.name) for rule, target in zip(self._rules, self.targets))
+        if 0 < config.refresh_every < gap:
+            raise ConfigError(
+                f"--logra.refresh_every {config.refresh_every}: the momentum of {name} would grow from draw to draw "
+                f"(by beta1^K sqrt(width / rank), K updates apart); take at least {gap}, 0, or a larger --logra.rank"
+            )
 
     def make_rule(self, target: Target) -> Flora:
         c = self.config

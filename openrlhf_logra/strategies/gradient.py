@@ -178,9 +178,7 @@ class GradientStrategy(TargetedStrategy):
         for index in self._states:
             name = self.targets[index].name
             saved = states[0].get(name)
-            if saved is None or not all(
-                torch.isfinite(v).all() for v in saved.values() if isinstance(v, torch.Tensor)
-            ):
+            if saved is None or not all(torch.isfinite(torch.as_tensor(value)).all() for value in saved.values()):
                 raise ConfigError(f"--ckpt.path: the checkpoint's optimizer state of {name} is missing or not finite")
             self._states[index] = copy.deepcopy(_on(saved, self._flat.device))
 

@@ -20,7 +20,8 @@ _ROWS_AT_ONCE = 1024  # bounds the float32 copies
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """float32(W) + scaling (B A), rounded once to bf16: the bits of peft's own merge of the saved bf16 adapter.
+    """float32(W) + scaling (B A), rounded once to bf16: the bits of peft's own merge of the saved bf16 adapter, but
+    that a zero of W to which nothing is added keeps its sign.
 
     Attributes:
         base: W [d, k]. up, down: B [d, r], A [r, k]. All bf16.
@@ -47,10 +48,10 @@ class MergedWeight:
         """[d, k], bf16. A collective under ZeRO 3."""
         with torch.no_grad(), ExitStack() as stack:
             base, up, down = (stack.enter_context(gathered(p)) for p in (self.base, self.up, self.down))
-            merged = torch.empty_like(base)
+            merged, down = torch.empty_like(base), down.float()
             rows = zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in (base, up, merged)))
             for base_rows, up_rows, merged_rows in rows:
-                delta = (up_rows.float() @ down.float()) * self.scaling
+                delta = (up_rows.float() @ down) * self.scaling
                 # Where nothing is added, -0 stays what it is: an engine has loaded it like this.
                 merged_rows.copy_(torch.where(delta == 0, base_rows, (base_rows.float() + delta).to(base.dtype)))
         return merged

@@ -9,6 +9,9 @@ from toy import Toy, batch, loss_of
 
 from openrlhf_logra.config import ConfigError, LograConfig
 from openrlhf_logra.math.exact import FullUpdate, apply_block
+from openrlhf_logra.math.flora import Flora
+from openrlhf_logra.math.projection import Projection
+from openrlhf_logra.math.subspace import Fira, GaLore
 from openrlhf_logra.strategies import strategy_class
 from openrlhf_logra.strategies.logra import LograStrategy
 from openrlhf_logra.train.coverage import render
@@ -83,9 +86,32 @@ def test_weights_move_by_the_rules_step_times_the_learning_rate(method, rounding
     assert not any(sink.value.any() for sink in strategy._sinks)
 
 
+def test_rules_are_the_flags():
+    flags = {"beta1": 0.8, "beta2": 0.7, "eps": 1e-4, "refresh_every": 70, "seed": 5, "rank": 3}
+    adam = {"rank": 3, "update_gap": 70, "beta1": 0.8, "beta2": 0.7, "eps": 1e-4}
+    _, galore = build("galore", **flags)
+    assert set(galore._rules) == {GaLore(**adam)}
+    _, fira = build("fira", **flags, norm_growth_limit=2.0)
+    assert set(fira._rules) == {Fira(**adam, norm_growth_limit=2.0)}
+    _, flora = build("flora", **flags, distribution="gaussian")
+    drawn = [Projection(5, 0, target.name, 3, target.width, "gaussian") for target in flora.targets]
+    assert flora._rules == [Flora(projection, 70, 0.8) for projection in drawn]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_step_size_is_the_learning_rate(method):
+    assert build(method)[1].scheduled(2e-3, 1e-2) == 2e-3
+
+
+def test_flora_refuses_draws_at_which_momentum_would_grow():
+    with pytest.raises(ConfigError, match="--logra.refresh_every 1: the momentum of layers.* take at least 8, 0"):
+        build("flora", refresh_every=1)
+    assert [build("flora", refresh_every=every)[1].config.refresh_every for every in (0, 8)] == [0, 8]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_the_loss_falls(method):
-    model, strategy = build(method, refresh_every=5)
+    model, strategy = build(method, refresh_every=8)
     rate = 0.5 if method == "flora" else 1e-2
     losses = []
     for _ in range(30):
@@ -126,12 +152,12 @@ def test_gradients_that_are_not_finite_change_nothing(method, value):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_resume_is_bit_exact(method, tmp_path):
-    model, strategy = build(method, refresh_every=3)
+    model, strategy = build(method, refresh_every=3, beta1=0.5)
     for seed in range(4):
         loss_of(model, batch(seed=seed)).backward()
         strategy.step(1e-2, 0.0)
     torch.save({"ours": strategy.state_dict(), "model": model.state_dict()}, tmp_path / "checkpoint.pt")
-    resumed, again = build(method, refresh_every=3)
+    resumed, again = build(method, refresh_every=3, beta1=0.5)
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     resumed.load_state_dict(saved["model"])
     again.load_state_dict(saved["ours"])
@@ -143,18 +169,20 @@ def test_resume_is_bit_exact(method, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights(strategy), weights(again), strict=True))
 
 
-@pytest.mark.parametrize("damage", ["nan", "missing"])
+@pytest.mark.parametrize("damage", ["nan", "nan number", "missing"])
 def test_a_damaged_state_is_refused(damage):
-    model, strategy = build("galore")
+    model, strategy = build("fira")
     loss_of(model, batch()).backward()
     strategy.step(1e-2, 0.0)
     saved, name = strategy.state_dict(), strategy.targets[1].name
     if damage == "nan":
         saved["rules"][name]["m"][0, 0] = math.nan
+    elif damage == "nan number":
+        saved["rules"][name]["rest_norm"] = math.nan
     else:
         del saved["rules"][name]
     with pytest.raises(ConfigError, match=name):
-        build("galore")[1].load_state_dict(saved)
+        build("fira")[1].load_state_dict(saved)
 
 
 class Odd:
@@ -185,6 +213,20 @@ def test_a_rule_that_gives_no_step_is_named(step):
     loss_of(model, batch()).backward()
     with pytest.raises(TypeError, match="layers.0.up_proj.weight must be floating-point"):
         strategy.step(1e-2, 0.0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_rules_step_that_is_not_finite_is_not_taken(value):
+    model, strategy = build("galore")
+    good = Odd(lambda g: g)
+    strategy._rules = [good, Odd(lambda g: g * value), *[good] * (len(strategy.targets) - 2)]
+    before = weights(strategy)
+    loss_of(model, batch()).backward()
+    assert strategy.step(1e-2, 0.0).skipped and strategy.version == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, weights(strategy), strict=True))
+    strategy._rules = [good] * len(strategy.targets)
+    loss_of(model, batch()).backward()
+    assert not strategy.step(1e-2, 0.0).skipped
 
 
 def test_a_rule_may_keep_its_gradient():
