@@ -9,7 +9,11 @@ One process, or data parallel with whole gradients on every rank: nothing is sha
 `--logra.method fira` does). By default `step()` uses all gradients at once, which `torch.nn.utils.clip_grad_norm_` may
 clip before. After `update_in_backward()` each gradient is used and freed as soon as backward has it: no more than one
 layer's exist at a time, so that neither clipping by the global norm, nor accumulation over micro-batches, nor data
-parallelism is possible.
+parallelism is possible, nor a module that is used twice under reentrant checkpointing (its second use would be
+computed again with weights that have moved).
+
+Steps are computed in float32 and rounded to the weights' own type: bf16 weights, to which most of a small step is lost
+(spec section 5), belong under `--logra.method fira`; here keep them in float32 and use autocast.
 """
 
 import math
@@ -27,15 +31,26 @@ from torch.utils.hooks import RemovableHandle
 from .math.limiter import check_limit
 from .math.subspace import Fira, GaLore
 
-_RULE = ("rank", "update_gap", "scale", "norm_growth_limit")
+_ACCEPTED = {
+    "lr": lambda value: 0 <= value < math.inf,
+    "betas": lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
+    "eps": lambda value: 0 <= value < math.inf,
+    "weight_decay": lambda value: 0 <= value < math.inf,
+}
+_ACCEPTED_OF_RULE = {
+    "rank": lambda value: isinstance(value, int) and value >= 1,
+    "update_gap": lambda value: isinstance(value, int) and value >= 0,
+    "scale": lambda value: 0 < value < math.inf,
+    "norm_growth_limit": check_limit,
+}
 
 
 def divide_params(
     model: nn.Module,
     target_modules_list: Iterable[str] | str,
     rank: int,
-    update_gap: int = 200,
-    scale: float = 0.25,
+    update_gap: int = GaLore.update_gap,
+    scale: float = GaLore.scale,
 ) -> list[dict[str, Any]]:
     """Parameter groups: the weights that get a low-rank state, and all other parameters that require grad.
 
@@ -47,16 +62,22 @@ def divide_params(
         scale: of the step in the subspace.
 
     Raises:
-        ValueError: a name matches no module with a weight matrix that is trained.
+        ValueError: no name is given, or one matches no module with a weight matrix that is trained.
     """
     chosen: dict[int, nn.Parameter] = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for name in [target_modules_list] if isinstance(target_modules_list, str) else target_modules_list:
+    names = [target_modules_list] if isinstance(target_modules_list, str) else list(target_modules_list)
+    if not names:
+        raise ValueError("target_modules_list is empty; name the modules whose weights get a low-rank state")
+    for name in names:
         hits = [module for path, module in model.named_modules() if _is_called(name, path, module)]
         weights = (getattr(hit, "weight", None) for hit in hits)
         matrices = [w for w in weights if _is_trained_matrix(w) and id(w) not in embeddings]
         if not matrices:
-            raise ValueError(f"target_modules_list: {name!r} matches no module with a weight matrix that is trained")
+            raise ValueError(
+                f"target_modules_list: {name!r} matches no module with a weight matrix that is trained (one that an "
+                "embedding shares does not count)"
+            )
         chosen.update({id(weight): weight for weight in matrices})
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     low_rank = {"params": list(chosen.values()), "rank": rank, "update_gap": update_gap, "scale": scale}
@@ -84,15 +105,8 @@ class _LowRankAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ):
-        for holds, name, value in (
-            (lr >= 0, "lr", lr),
-            (all(0 <= beta < 1 for beta in betas), "betas", betas),
-            (eps >= 0, "eps", eps),
-            (weight_decay >= 0, "weight_decay", weight_decay),
-        ):
-            if not holds:
-                raise ValueError(f"{name} is {value}, which is out of range")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        rule = self._rule.__name__  # a saved state says whose it is
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rule": rule})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -109,7 +123,8 @@ class _LowRankAdamW(torch.optim.Optimizer):
 
     def update_in_backward(self) -> list[RemovableHandle]:
         """From now on backward itself takes the steps, and frees each gradient: of the parameters that there are now.
-        Learning rates are those at the time.
+        Learning rates are those at the time. `step()` finds nothing left to do; call it all the same where there is a
+        scheduler, which expects it.
 
         Returns:
             Handles whose `remove()` ends it.
@@ -124,44 +139,59 @@ class _LowRankAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _use(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return  # used already: this was called twice
         # (Looked for each time: loading a state puts other groups in place.)
         group = next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
         self._step(parameter, group)
         parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, after a look at what the group says of its rule.
+        """As torch's, after a look at the group's values.
 
         Raises:
-            ValueError: a value is out of range.
+            ValueError: a value is out of range, or a group with a rank holds something else than real matrices.
         """
-        accepted = {
-            "rank": lambda value: value >= 1,
-            "update_gap": lambda value: value >= 0,
-            "scale": lambda value: 0 < value < math.inf,
-            "norm_growth_limit": check_limit,
-        }
-        for name, accepts in accepted.items() if "rank" in param_group else ():
-            if name in param_group and not accepts(param_group[name]):
-                raise ValueError(f"{name} is {param_group[name]}, which is out of range")
+        given = {**self.defaults, **param_group}
+        for name, accepts in (_ACCEPTED | (_ACCEPTED_OF_RULE if "rank" in given else {})).items():
+            try:
+                accepted = name not in given or accepts(given[name])
+            except TypeError:
+                accepted = False
+            if not accepted:
+                raise ValueError(f"{name} is {given[name]!r}, which is out of range")
         super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"] if "rank" in given else ():
+            if parameter.dim() != 2 or parameter.is_complex():
+                group = self.param_groups.pop()
+                raise ValueError(
+                    f"a group with rank {group['rank']} holds a {parameter.dtype} parameter of shape "
+                    f"{tuple(parameter.shape)}; only real matrices have a low-rank state"
+                )
 
     def _step(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        if parameter.grad.is_sparse:
+            raise RuntimeError(
+                f"{type(self).__name__} takes no sparse gradients; build the embedding with sparse=False"
+            )
         if "rank" not in group:
             return self._adamw(parameter, group)
         state = self.state[parameter]
         kept = state.get("kept", 0)
-        step = self._rule_of(parameter, group).step(parameter.grad.float(), state)
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        step = self._rule_of(parameter, group).step(parameter.grad.to(wide), state)
         if state["kept"] > kept:
             warnings.warn(
-                f"no new basis for a matrix {tuple(parameter.shape)}: the old one stays in use", stacklevel=3
+                f"no new basis for a matrix {tuple(parameter.shape)} (its gradient is zero or not finite, or the SVD "
+                "did not converge): the old one stays in use",
+                stacklevel=3,
             )
-        decayed = parameter.float() * (1 - group["lr"] * group["weight_decay"])
+        decayed = parameter.to(wide) * (1 - group["lr"] * group["weight_decay"])
         parameter.copy_(decayed.sub_(step, alpha=group["lr"]))
 
     def _rule_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> GaLore:
         known = {field.name for field in fields(self._rule)}
-        given = {name: group[name] for name in _RULE if name in group and name in known}
+        given = {name: group[name] for name in _ACCEPTED_OF_RULE if name in group and name in known}
         given["rank"] = min(group["rank"], *parameter.shape)
         return self._rule(**given, beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"])
 
@@ -188,7 +218,12 @@ class _LowRankAdamW(torch.optim.Optimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but that moments and bases keep their float32 where parameters are bf16."""
+        """As torch's, but that moments and bases keep their float32 where parameters are bf16.
+
+        Raises:
+            ValueError: it is another optimizer's, of other ranks, or of other shapes.
+        """
+        self._check_saved(state_dict)
         super().load_state_dict(state_dict)
         for saved, group in zip(state_dict["param_groups"], self.param_groups):
             for key, parameter in zip(saved["params"], group["params"]):
@@ -198,6 +233,25 @@ class _LowRankAdamW(torch.optim.Optimizer):
                         name: value.to(parameter.device, copy=True) if isinstance(value, torch.Tensor) else value
                         for name, value in values.items()
                     }
+
+    def _check_saved(self, state_dict: dict[str, Any]) -> None:
+        for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups)):
+            for name in ("rule", "rank"):
+                if saved.get(name) != group.get(name):
+                    found, own = saved.get(name), group.get(name)
+                    raise ValueError(
+                        f"load_state_dict: {name} of group {index} is {found} in the state and {own} here"
+                    )
+            for place, (key, parameter) in enumerate(zip(saved["params"], group["params"])):
+                low_rank = "rank" in group
+                moment = state_dict["state"].get(key, {}).get("m" if low_rank else "exp_avg")
+                shape = parameter.shape
+                expected = self._rule_of(parameter, group).low_shape(*shape) if low_rank else tuple(shape)
+                if moment is not None and tuple(moment.shape) != expected:
+                    raise ValueError(
+                        f"load_state_dict: parameter {place} of group {index} has moments {tuple(moment.shape)} in "
+                        f"the state and would have {expected} here; give the parameters in the order of the saved ones"
+                    )
 
 
 class GaLoreAdamW(_LowRankAdamW):

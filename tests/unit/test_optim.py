@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import warnings
 
 import pytest
@@ -57,9 +58,20 @@ def test_a_tied_head_is_left_to_adamw():
 
 @pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_steps_are_the_rules(optimizer, weight_decay):
-    model, ours = build(optimizer, weight_decay=weight_decay)
-    rule, states = RULES[optimizer](4, 3), {}
+@pytest.mark.parametrize(
+    "constants", [{}, {"scale": 0.5, "betas": (0.8, 0.95), "eps": 1e-3, "norm_growth_limit": 1.5}]
+)
+def test_steps_are_the_rules(optimizer, weight_decay, constants):
+    torch.manual_seed(0)
+    model = Toy()
+    groups = divide_params(model, NAMES, 4, 3, **({"scale": constants["scale"]} if constants else {}))
+    adam = {name: constants[name] for name in ("betas", "eps") if constants}
+    beta1, beta2 = adam.get("betas", (0.9, 0.999))
+    expected = {"beta1": beta1, "beta2": beta2, "eps": adam.get("eps", 1e-8), "scale": constants.get("scale", 0.25)}
+    if constants and optimizer is FiraAdamW:
+        groups[0]["norm_growth_limit"] = expected["norm_growth_limit"] = constants["norm_growth_limit"]
+    ours = optimizer(groups, lr=1e-2, weight_decay=weight_decay, **adam)
+    rule, states = RULES[optimizer](4, 3, **expected), {}
     for seed in range(5):
         before = copy.deepcopy(dict(model.named_parameters()))
         loss_of(model, batch(seed=seed)).backward()
@@ -99,6 +111,15 @@ def test_layer_by_layer_is_the_same_and_frees_gradients(optimizer):
     assert all(parameter.grad is not None for parameter in model.parameters()) and same(model, other)
 
 
+def test_layer_by_layer_asked_for_twice_is_once():
+    (model, ours), (other, whole) = build(FiraAdamW), build(FiraAdamW)
+    ours.update_in_backward()
+    ours.update_in_backward()
+    loss_of(model, batch()).backward()
+    train(other, whole, [0])
+    assert same(model, other)
+
+
 def test_layer_by_layer_refuses_several_ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
@@ -120,13 +141,68 @@ def test_layer_by_layer_takes_the_rates_of_a_loaded_state():
 
 @pytest.mark.parametrize(
     "name, value",
-    [("rank", 0), ("rank", -1), ("update_gap", -1), ("scale", -1.0), ("scale", math.nan), ("norm_growth_limit", 0.5)],
+    [
+        *(("rank", value) for value in (0, -1, 2.5, "8", None)),
+        *(("update_gap", value) for value in (-1, 2.5, None)),
+        *(("scale", value) for value in (-1.0, math.nan, "x")),
+        *(("norm_growth_limit", value) for value in (0.5, math.nan)),
+        *(("lr", value) for value in (-1, math.nan, math.inf, None, "1")),
+        *(("betas", value) for value in ((0.9, 1.0), (0.9,), 0.9)),
+        *((name, value) for name in ("eps", "weight_decay") for value in (-1, math.inf)),
+    ],
 )
 def test_groups_out_of_range_are_named(name, value):
     groups = divide_params(Toy(), NAMES, 4)
     groups[0][name] = value
-    with pytest.raises(ValueError, match=f"{name} is {value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}")):
         FiraAdamW(groups)
+
+
+@pytest.mark.parametrize("shape, dtype", [((8,), None), ((4, 6, 3), None), ((), None), ((4, 6), torch.complex64)])
+def test_what_is_no_real_matrix_has_no_rank(shape, dtype):
+    optimizer = FiraAdamW(torch.nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match=re.escape(f"of shape {shape}; only real matrices")):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(shape, dtype=dtype))], "rank": 2})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("group", [{}, {"rank": 2}])
+def test_sparse_gradients_are_refused(group):
+    table = torch.nn.Embedding(6, 4, sparse=True)
+    optimizer = FiraAdamW([{"params": table.parameters(), **group}])
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(RuntimeError, match="takes no sparse gradients"):
+        optimizer.step()
+
+
+def test_float64_weights_keep_their_bits_where_nothing_moves():
+    model, optimizer = build(FiraAdamW, torch.float64, lr=0.0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.rand_like(parameter) * 1e-12)
+    before = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("other", ["torch", "galore", "rank", "shapes"])
+def test_the_state_of_something_else_is_refused(other):
+    model, ours = build(FiraAdamW)
+    groups = divide_params(model, NAMES, 4)
+    others = {
+        "torch": lambda: torch.optim.AdamW([{"params": group["params"]} for group in groups]),
+        "galore": lambda: GaLoreAdamW(groups),
+        "rank": lambda: FiraAdamW(divide_params(model, NAMES, 2)),
+        "shapes": lambda: FiraAdamW([{**groups[0], "params": groups[0]["params"][::-1]}, groups[1]]),
+    }
+    saved = others[other]()
+    train(model, saved, [0])
+    words = {"torch": "rule of group 0 is None", "galore": "rule of group 0 is GaLore", "rank": "rank of group 0 is 2"}
+    with pytest.raises(ValueError, match=words.get(other, "parameter 0 of group 0 has moments")):
+        ours.load_state_dict(saved.state_dict())
+    assert not ours.state
 
 
 @pytest.mark.parametrize("optimizer", RULES)
@@ -171,6 +247,8 @@ def test_a_basis_that_cannot_be_found_is_warned_of():
     [
         (lambda: divide_params(Toy(), ["q_proj"], 4), "q_proj"),
         (lambda: divide_params(Toy(), ["LayerNorm"], 4), "LayerNorm"),
+        (lambda: divide_params(Toy(), "Embedding", 4), "one that an embedding shares does not count"),
+        (lambda: divide_params(Toy(), [], 4), "target_modules_list is empty"),
         (lambda: FiraAdamW(Toy().parameters(), lr=-1), "lr is -1"),
         (lambda: FiraAdamW(Toy().parameters(), betas=(0.9, 1.0)), "betas"),
     ],
