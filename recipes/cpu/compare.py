@@ -39,6 +39,10 @@ STUDY = {
 PHASES = ("timing/generation", "timing/make_experience", "timing/ppo_train", "timing/broadcast")
 
 
+class RunFailed(Exception):
+    """A run gave no figures. The message is one line."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The figures of one run: scores are fractions, sizes bytes."""
@@ -56,20 +60,25 @@ def train(flags: list[str], seed: int, steps: int, run: Path) -> Result:
     """One run, unless it has been made; its output is in RUN.log.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        RunFailed: saying where to look.
     """
     flags = [*flags, "--data.max_samples", str(64 * steps), "--eval.steps", str(steps)]
     flags += ["--logra.kl.horizon", str(2 * steps), "--logra.callbacks", "peak_memory:PeakMemory"]
-    made = run / "flags.json"
-    if not made.is_file() or json.loads(made.read_text()) != flags:
+    made, expected = run / "flags.json", json.dumps(flags)
+    if not made.is_file() or made.read_text() != expected:
         run.parent.mkdir(parents=True, exist_ok=True)
         paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "SEED": str(seed), "RUN": str(run), "PYTHONPATH": paths}
         with run.with_suffix(".log").open("w") as log:
             command = ["bash", str(HERE.parent / "demo.sh"), *flags]
-            subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True)
-        made.write_text(json.dumps(flags))
-    return read(run)
+            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        if done.returncode:
+            raise RunFailed(f"demo.sh ended with {done.returncode}; see {log.name}")
+        made.write_text(expected)
+    try:
+        return read(run)
+    except (ReportError, OSError, ValueError, KeyError, ZeroDivisionError) as error:
+        raise RunFailed(f"{run} has no figures ({type(error).__name__}: {error}); delete it and run again") from error
 
 
 def read(run: Path) -> Result:
@@ -92,7 +101,7 @@ def read(run: Path) -> Result:
 def table(results: dict[str, list[Result]]) -> str:
     """Markdown: mean and standard deviation over the seeds, of sizes and times the mean."""
     rows = [
-        "| | pass@1 before | pass@1 | pass@4 | trainer state | peak memory | s/update | synced |",
+        "| | pass@1 before | pass@1 | pass@4 | trainer state | peak memory | s/update, rollout included | synced |",
         "|---" * 8 + "|",
     ]
     for name, of in results.items():
@@ -140,7 +149,7 @@ def draw(results: dict[str, list[Result]], path: Path) -> None:
 
 
 def main() -> int:
-    """Returns 1 after one line on stderr when a run fails."""
+    """Returns 1 after one line on stderr when a run fails, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--study", action="store_true", help="LoGRA's own choices instead of methods")
     parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
@@ -152,19 +161,28 @@ def main() -> int:
     unknown = [name for name in args.only or () if name not in known]
     if unknown:
         parser.error(f"--only {unknown[0]}: is none of {', '.join(known)}")
+    if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        parser.error(f"--seeds {' '.join(map(str, args.seeds))}: must be whole numbers, each given once")
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: must be at least 1")
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out {args.out}: is not a directory")
     chosen = {name: known[name] for name in args.only or known}
     results: dict[str, list[Result]] = {name: [] for name in chosen}
     jobs = list(itertools.product(args.seeds, chosen))
     for seed, name in (bar := tqdm(jobs, unit="run")):
         bar.set_description(f"{name}, seed {seed}")
-        run = args.out / f"{name.replace(' ', '_')}-{seed}"
+        run = args.out / f"{name.replace(' ', '_')}-{seed}-{args.steps}"
         try:
             results[name].append(train(chosen[name], seed, args.steps, run))
-        except (subprocess.CalledProcessError, ReportError, KeyError) as error:
-            print(
-                f"compare.py: {name} with seed {seed} failed ({error}); see {run.with_suffix('.log')}", file=sys.stderr
-            )
+        except RunFailed as error:
+            bar.close()
+            print(f"compare.py: {name} with seed {seed}: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            bar.close()
+            print("compare.py: stopped; the same command goes on with what is missing", file=sys.stderr)
+            return 130
     text = table(results)
     (args.out / ("study.md" if args.study else "table.md")).write_text(text)
     print(text)

@@ -73,7 +73,7 @@ def train(method: str, seed: int, lr: float, steps: int) -> tuple[float, int, fl
     split = len(data) * 9 // 10
     model = build(seed)
     optimizer = make_optimizer(method, model, lr)
-    warm_up = int(steps * WARM_UP)
+    warm_up = max(1, int(steps * WARM_UP))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda t: min(1, (t + 1) / warm_up) * (0.1 + 0.9 * (1 + math.cos(math.pi * min(1, t / steps))) / 2),
@@ -94,14 +94,24 @@ def train(method: str, seed: int, lr: float, steps: int) -> tuple[float, int, fl
     return validation_loss(model, data[split:]), state, seconds
 
 
+def rate_of(given: str) -> tuple[str, float]:
+    name, _, rate = given.partition("=")
+    if name not in RATES:
+        raise argparse.ArgumentTypeError(f"{given}: is not METHOD=RATE with a method of {', '.join(RATES)}")
+    return name, float(rate)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 42])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--rates", nargs="+", default=[], help="method=rate")
-    parser.add_argument("--sweep", action="store_true")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--rates", nargs="+", type=rate_of, default=[], metavar="METHOD=RATE")
+    what.add_argument("--sweep", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
+    if min(args.steps, args.threads) < 1 or len(set(args.seeds)) < len(args.seeds):
+        parser.error("--steps and --threads must be at least 1, --seeds different from each other")
     torch.set_num_threads(args.threads)
     parameters = sum(parameter.numel() for parameter in build(0).parameters())
     print(
@@ -116,7 +126,7 @@ def main() -> None:
                 loss, _, _ = train(method, args.seeds[0], rate, args.steps)
                 print(f"{method} {rate:g}: {loss:.4f}", flush=True)
         return
-    rates = {**RATES, **{name: float(rate) for name, rate in (given.split("=") for given in args.rates)}}
+    rates = {**RATES, **dict(args.rates)}
     print("| method | rate | " + " | ".join(f"seed {seed}" for seed in args.seeds) + " | mean | state | s/step |")
     print("|---" * (len(args.seeds) + 5) + "|")
     for method, rate in rates.items():
