@@ -85,7 +85,8 @@ class LograConfig:
         "norm_growth_limit",
         None,
         "Factor by which the norm of an update (logra), or of each target's part outside of the subspace (fira), may "
-        "grow from one update to the next; inf does not limit. Default: 1.01 for fira, else inf.",
+        "grow from one update to the next; inf does not limit. Default: 1.01 for fira, inf for logra; the others have "
+        "none.",
         type=float,
     )
     rounding: str = _flag(
@@ -220,9 +221,12 @@ class LograConfig:
         _require(0 <= self.beta2 < 1, "beta2", self.beta2, "at least 0 and below 1")
         # Smaller or larger ones leave float32 where a second moment is zero.
         _require(1e-16 <= self.eps <= 1, "eps", self.eps, "a number from 1e-16 to 1")
-        _require(
-            check_limit(self.norm_growth_limit), "norm_growth_limit", self.norm_growth_limit, "at least 1, or inf"
-        )
+        limit = self.norm_growth_limit
+        if limit is not None and strategy_class(self.method).default_growth_limit is None:
+            raise ConfigError(
+                f"--logra.norm_growth_limit {limit}: --logra.method {self.method} limits nothing; drop it"
+            )
+        _require(limit is None or check_limit(limit), "norm_growth_limit", limit, "at least 1, or inf")
         _require(0 < self.update_ratio <= 1, "update_ratio", self.update_ratio, "a number in (0, 1]")
         for name in ("budget", "final_budget", "alpha_max"):
             value = getattr(self, f"kl_{name}")

@@ -53,8 +53,11 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
             self.print(f"[logra] restored to float32, as the rollout engines have them: {', '.join(restored)}")
         if unclear:
             self.print(f"[logra] possibly rounded to bf16 by ZeRO-3, and not restored: {', '.join(unclear)}")
-        if self.logra.sizes_steps and not self.logra.can_probe and not config.kl_disable:
-            self.print(f"[logra] {config.method}: steps are sized by the actor's learning rate, not by predicted KL")
+        if self.logra.sizes_steps and not self.logra.can_probe:
+            self.print(
+                f"[logra] {config.method}: steps are sized by the actor's learning rate; --logra.kl.*, .update_ratio "
+                "and .optimizer are not used"
+            )
         prepared = super()._ds_init_train_model(model, cfg)
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)

@@ -44,6 +44,14 @@ def _check_combinations(args: SimpleNamespace) -> None:
             args.ds.lora.rank <= 0 and args.logra.method == "lora",
             f"--logra.method lora: trains the adapters of --ds.lora.rank, which is {args.ds.lora.rank}; set it",
         ),
+        (
+            args.logra.method == "lora" and args.ds.lora.alpha <= 0,
+            f"--ds.lora.alpha {args.ds.lora.alpha}: scales what adapters add; it must be positive",
+        ),
+        (
+            args.logra.method == "lora" and not 0 <= args.ds.lora.dropout < 1,
+            f"--ds.lora.dropout {args.ds.lora.dropout}: must be at least 0 and below 1",
+        ),
         (args.ds.load_in_4bit, "--ds.load_in_4bit: 4-bit weights cannot be updated in place; drop it"),
         (
             args.actor.optim == "muon",
@@ -155,13 +163,17 @@ def _with_adapters(model: nn.Module, args: SimpleNamespace) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     lora = args.ds.lora
+    names = lora.target_modules if isinstance(lora.target_modules, str) else " ".join(lora.target_modules)
     try:
-        return get_peft_model(
+        adapted = get_peft_model(
             model, LoraConfig(r=lora.rank, target_modules=lora.target_modules, task_type="CAUSAL_LM")
         )
     except ValueError as error:
-        names = lora.target_modules if isinstance(lora.target_modules, str) else " ".join(lora.target_modules)
         raise ConfigError(f"--ds.lora.target_modules {names}: {one_line(error)}") from error
+    for name in () if isinstance(lora.target_modules, str) else lora.target_modules:
+        if not any(f".{path}".endswith(f".{name}") for path in adapted.targeted_module_names):
+            raise ConfigError(f"--ds.lora.target_modules {names}: no module of the model is called {name!r}")
+    return adapted
 
 
 def _check_log(args: SimpleNamespace, config: LograConfig) -> None:

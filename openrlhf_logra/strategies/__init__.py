@@ -19,15 +19,17 @@ def register_strategy(name: str) -> Callable[[type], type]:
     """Decorator: `--logra.method name` means this class.
 
     Raises:
-        ValueError: another class has the name.
+        ValueError: another class has the name, or it is a built-in one's.
         TypeError: the class is no Strategy.
     """
 
     def register(cls: type) -> type:
         from .base import Strategy
 
-        if not issubclass(cls, Strategy):
-            raise TypeError(f"strategy {name!r}: {cls.__qualname__} does not derive from Strategy")
+        if not (isinstance(cls, type) and issubclass(cls, Strategy)):
+            raise TypeError(f"strategy {name!r}: {getattr(cls, '__qualname__', cls)} does not derive from Strategy")
+        if _BUILT_IN.get(name, cls.__module__) != cls.__module__:
+            raise ValueError(f"strategy {name!r} is a built-in one already")
         known = _registered.setdefault(name, cls)
         if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"strategy {name!r} is {known.__module__}.{known.__qualname__} already")
@@ -45,12 +47,17 @@ def strategy_class(name: str) -> type:
     """The class registered under `name`; its module is imported only now.
 
     Raises:
-        ValueError: no strategy has this name, or its entry point names a module that does not register it.
+        ValueError: no strategy has this name, several packages bring one, or its entry point names a module that does
+            not register it.
     """
     if name not in _registered:
-        module = _BUILT_IN.get(name) or next((point.module for point in _points() if point.name == name), None)
-        if module is None:
+        modules = {_BUILT_IN[name]} if name in _BUILT_IN else set()
+        modules |= {point.module for point in _points() if point.name == name}
+        if not modules:
             raise ValueError(f"strategy {name!r} is none of {', '.join(strategy_names())}")
+        if len(modules) > 1:
+            raise ValueError(f"strategy {name!r} is in {' and in '.join(sorted(modules))}; keep one package")
+        (module,) = modules
         import_module(module)
         if name not in _registered:
             raise ValueError(f"{module} registers no strategy {name!r}")

@@ -1,6 +1,5 @@
 """What every strategy is: the few calls that the host makes, in this order."""
 
-import math
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 
@@ -31,7 +30,7 @@ class Strategy:
         sizes_steps: whether `alpha` sizes the step; False where the host's own optimizer takes it.
         can_probe: whether predicted KL can be measured: the strategy has `along`.
         version: number of updates applied.
-        default_growth_limit: where `--logra.norm_growth_limit` is not given.
+        default_growth_limit: where `--logra.norm_growth_limit` is not given; None where there is nothing to limit.
         state_bytes: bytes of trainer state that this rank keeps, DeepSpeed's own apart.
     """
 
@@ -40,7 +39,7 @@ class Strategy:
     exact_updates: bool = False
     sizes_steps: bool = False
     can_probe: bool = False
-    default_growth_limit: float = math.inf
+    default_growth_limit: float | None = None
     state_bytes: int = 0
 
     @classmethod

@@ -44,6 +44,7 @@ class LograStrategy(TargetedStrategy):
 
     exact_updates = True
     can_probe = True
+    default_growth_limit = math.inf
 
     @classmethod
     def default_refresh(cls, optimizer: str) -> int:

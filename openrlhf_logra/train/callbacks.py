@@ -55,7 +55,8 @@ class UpdateContext:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def hold(self, reason: str) -> None:
-        """Do not take this step; the log says why. Every rank must say so. (Where the host's own optimizer takes
+        """Do not take this step; the log says why. Every rank must say so. Moments of the optimizer have seen its
+        gradient all the same. (Where the host's own optimizer takes
         it, `--logra.method dense`, neither this nor alpha has an effect.)"""
         self.held = reason
 

@@ -25,6 +25,26 @@ REFUSED = {
     "model without config": (["--actor.model_name_or_path", "."], r"no config\.json"),
     "lora": (["--ds.lora.rank", "8"], r"--ds\.lora\.rank 8.*--logra\.method lora"),
     "lora without a rank": (["--logra.method", "lora"], r"--logra\.method lora.*--ds\.lora\.rank, which is 0"),
+    "lora on a module too many": (
+        ["--logra.method", "lora", "--ds.lora.rank", "4", "--ds.lora.target_modules", "q_proj", "nope"],
+        r"--ds\.lora\.target_modules q_proj nope: no module of the model is called 'nope'",
+    ),
+    "lora that adds nothing": (
+        ["--logra.method", "lora", "--ds.lora.rank", "4", "--ds.lora.alpha", "0"],
+        r"--ds\.lora\.alpha 0: .* must be positive",
+    ),
+    "lora that drops everything": (
+        ["--logra.method", "lora", "--ds.lora.rank", "4", "--ds.lora.dropout", "1.5"],
+        r"--ds\.lora\.dropout 1\.5: must be",
+    ),
+    "flora drawn too often": (
+        ["--logra.method", "flora", "--logra.rank", "2", "--logra.refresh_every", "1"],
+        r"--logra\.refresh_every 1: the momentum of .* take at least",
+    ),
+    "a limit of nothing": (
+        ["--logra.method", "galore", "--logra.norm_growth_limit", "1.01"],
+        r"--logra\.norm_growth_limit 1\.01: --logra\.method galore limits nothing",
+    ),
     "lora on no module": (
         ["--logra.method", "lora", "--ds.lora.rank", "4", "--ds.lora.target_modules", "q_projj"],
         r"--ds\.lora\.target_modules q_projj",

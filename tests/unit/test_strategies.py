@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_another_package_is_found_by_its_entry_point(package):
     [
         (None, "registers no strategy 'lion'"),
         ("import nothing_of_this_name", "No module named 'nothing_of_this_name'"),
-        (MODULE.format(registered="logra"), "'logra' is openrlhf_logra.strategies.logra.LograStrategy already"),
+        (MODULE.format(registered="logra"), "'logra' is a built-in one already"),
     ],
 )
 def test_a_package_that_brings_none_is_named(package, source, words):
@@ -85,7 +86,7 @@ def test_a_package_that_brings_none_is_named(package, source, words):
 
 
 def test_defaults_are_the_strategys():
-    for method, refresh, growth in (("logra", 1, math.inf), ("galore", 200, math.inf), ("fira", 200, 1.01)):
+    for method, refresh, growth in (("logra", 1, math.inf), ("galore", 200, None), ("fira", 200, 1.01)):
         config = LograConfig(method=method)
         assert (config.refresh_every, config.norm_growth_limit) == (refresh, growth)
     assert LograConfig(optimizer="adam").refresh_every == 20
@@ -99,9 +100,35 @@ def test_a_name_means_one_class():
     assert register_strategy("logra")(strategy_class("logra")) is strategy_class("logra")
 
 
-def test_what_is_no_strategy_is_refused():
-    with pytest.raises(TypeError, match="Other does not derive from Strategy"):
-        register_strategy("other")(type("Other", (), {}))
+def test_a_built_in_name_is_taken_before_its_module_is_imported(monkeypatch):
+    monkeypatch.setattr(strategies, "_registered", {})
+    with pytest.raises(ValueError, match="'fira' is a built-in one already"):
+        register_strategy("fira")(type("Other", (Strategy,), {}))
+
+
+@pytest.mark.parametrize("name", ["lion", "fira"])
+def test_a_name_that_two_packages_bring_is_refused(package, name, monkeypatch):
+    """One of them, for `fira`, this one."""
+    package(name)
+    points = strategies._points()
+    if name == "lion":
+        points = [*points, EntryPoint("lion", "another.lion", strategies.ENTRY_POINTS)]
+    monkeypatch.setattr(strategies, "_points", lambda: points)
+    monkeypatch.setattr(strategies, "_registered", {})
+    with pytest.raises(ConfigError, match=f"{name!r} is in .* and in .*; keep one"):
+        LograConfig(method=name)
+
+
+@pytest.mark.parametrize("method", ["galore", "flora", "lora", "dense"])
+def test_a_limit_where_nothing_is_limited_is_refused(method):
+    with pytest.raises(ConfigError, match=f"norm_growth_limit 1.01: --logra.method {method} limits nothing"):
+        LograConfig(method=method, norm_growth_limit=1.01).validate()
+
+
+@pytest.mark.parametrize("other", [type("Other", (), {}), lambda: None])
+def test_what_is_no_strategy_is_refused(other):
+    with pytest.raises(TypeError, match="does not derive from Strategy"):
+        register_strategy("other")(other)
 
 
 def test_an_unknown_name_lists_the_known():
