@@ -60,7 +60,7 @@ setup(
         "cpu": cpu_stack(),
         "report": ["matplotlib", "tensorboard"],
         "recipes": ["reasoning-gym"],
-        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "black", "pre-commit"],
+        "dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "ruff", "black", "pre-commit"],
     },
     entry_points={
         "console_scripts": ["openrlhf-logra = openrlhf_logra.cli.main:main"],

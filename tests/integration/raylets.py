@@ -1,13 +1,13 @@
 """Ray nodes as `ray start` makes them, apart from any other Ray on this machine."""
 
 import os
-import signal
 import subprocess
 import sys
 import uuid
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from training import MARK, leave_nothing, processes_of
 
 from openrlhf_logra.host.cpu import quiet_port
@@ -68,7 +68,17 @@ class Raylets:
         return [RAY, "job", "submit", "--address", self.dashboard, *options, "--"]
 
     def stop(self) -> None:
+        found = {}
         for pid in processes_of(self.mark):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                # An agent's title may cover its environment and so the mark; while its raylet lives, it is a child.
+                found.update((one.pid, one) for one in (process, *process.children(recursive=True)))
+        for process in found.values():
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, left = psutil.wait_procs(list(found.values()), timeout=20)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         leave_nothing(self.mark)
