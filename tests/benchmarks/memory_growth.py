@@ -3,8 +3,8 @@
     python tests/benchmarks/memory_growth.py [--updates 300] [flags added to the command line]
 
 Real OpenRLHF, DeepSpeed, vLLM and Ray on a tiny model through the stock command line. Memory is what a process has for
-itself (private pages, from /proc), taken twice a second; printed is the median over the ten updates around each point,
-since garbage is collected now and then.
+itself (resident and anonymous, from /proc), taken twice a second; printed is the median over the ten updates around
+each point, since garbage is collected now and then. Ray's object store is what the raylet has of shared memory.
 """
 
 import argparse
@@ -33,17 +33,19 @@ def role(pid: int) -> str:
     return " ".join(Path(word).name for word in words[:3] if not word.startswith("-"))[:40]
 
 
-def private_bytes(pid: int) -> int:
-    """Pages that nobody else maps."""
-    found = re.findall(r"Private_\w+:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text())
-    return 1024 * sum(map(int, found))
+def resident(pid: int, kind: str) -> int:
+    """Bytes of its own ("Anon"), or of shared memory ("Shmem")."""
+    found = re.search(rf"Rss{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return 1024 * int(found[1]) if found else 0  # a zombie has none
 
 
 def sample(mark: str) -> dict[tuple[int, str], int]:
     taken = {}
     for pid in processes_of(mark):
         try:
-            taken[pid, role(pid)] = private_bytes(pid)
+            taken[pid, name := role(pid)] = resident(pid, "Anon")
+            if name.startswith("raylet"):
+                taken[pid, "raylet, object store"] = resident(pid, "Shmem")
         except OSError:  # it has ended
             continue
     return taken
