@@ -56,8 +56,8 @@ class UpdateContext:
 
     def hold(self, reason: str) -> None:
         """Do not take this step; the log says why. Every rank must say so. Moments of the optimizer have seen its
-        gradient all the same. (Where the host's own optimizer takes
-        it, `--logra.method dense`, neither this nor alpha has an effect.)"""
+        gradient all the same. (Where the host's own optimizer takes it, `--logra.method dense`, neither this nor alpha
+        has an effect.)"""
         self.held = reason
 
     def decided(self) -> float | None:
