@@ -19,4 +19,4 @@ export PYTHONDONTWRITEBYTECODE=
 # Ray and vLLM start helpers by name.
 export PATH="$PWD/.venv/bin:$PATH"
 # Two at a time: a run of the whole stack leaves a third of two cores idle. tests/integration/conftest.py says which.
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"

@@ -19,13 +19,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 FULL = os.environ.get("LOGRA_FULL") == "1"
 
 
+# What starts Ray. Two Rays on one machine may take each other's ports: these run one after the other.
+WITH_RAY = {f"test_{name}.py" for name in ("cluster", "patches", "readme", "recipes", "rollout_actors", "train")}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """How run.sh deals tests out to two processes: what starts Ray stays together and begins first, since two Rays on
-    one machine may take each other's ports; of the rest, a module stays together, since its fixtures are dear."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("ray",))
+    """What takes longest begins first."""
+    items.sort(key=lambda item: item.path.name not in WITH_RAY)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """How run.sh deals tests out to its two processes: what starts Ray to one of them, then module by module, whose
+    fixtures are dear."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RayApart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.split("::")[0]
+            return "ray" if Path(module).name in WITH_RAY else module
+
+    return RayApart(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,6 @@ from training import LOGRA_FLAGS, Finished, digest_of_checkpoint, run, stock_fla
 import openrlhf_logra
 from openrlhf_logra.host import nodes
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 # A job's hook, which says in which processes it ran and what the job's variable was there.
 JOB_HOOK = """
 import os

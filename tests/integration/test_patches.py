@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
 from releases import SUPPORTED, install
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = Path(sysconfig.get_path("purelib"))
 INSTALLED = version("openrlhf")

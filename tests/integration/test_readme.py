@@ -12,8 +12,6 @@ import pytest
 from conftest import FULL
 from training import leave_nothing
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 ROOT = Path(__file__).parents[2]
 
 # command -> where it is run

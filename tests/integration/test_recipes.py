@@ -26,8 +26,6 @@ from recipes import (
     updates_per_sync,
 )
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 STANDARD = (
     "train_dapo_ray_hybrid_engine",
     "train_ppo_ray_hybrid_engine",
@@ -99,6 +97,7 @@ def test_the_installed_release_accepts_what_is_shipped(name, parser, tmp_path):
         check_flags(parser, [*accepted, *LOGRA_FLAGS])
 
 
+@pytest.mark.usefixtures("parser")  # with whose stand-ins OpenRLHF's models can be imported
 def test_corrections_mean_what_they_meant():
     """0.11.0 weighted each token's loss by the ratio w of trainer and rollout probability: clamped to the thresholds
     (tis), left out outside of them (icepop), or left out with its sequence where the geometric mean is outside."""

@@ -18,8 +18,6 @@ from vllm_engines import Trainer  # noqa: E402
 
 from openrlhf_logra.host import engine_client, rollout_actor, runtime_env  # noqa: E402
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

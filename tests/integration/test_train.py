@@ -30,8 +30,6 @@ from openrlhf_logra.math.digest import total_digest
 from openrlhf_logra.math.kl import KLSettings
 from openrlhf_logra.sync.trainer import digests_of
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 # With ZeRO 1 on two ranks and one engine, which is what the resume below runs on: every stage, rank count and engine
 # count, and every pair of the last two. A Gaussian product cannot be repeated by engines: its changes are found by
 # comparing.
