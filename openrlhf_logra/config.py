@@ -1,4 +1,4 @@
-"""Every `--logra.*` flag, once: its name, default, help and the values it accepts (spec section 10).
+"""Every `--logra.*` flag, once: its name, default, help and the values it accepts (docs/flags.md).
 
 What depends on the host's own flags is refused in host/refusals.py.
 """

@@ -1,4 +1,4 @@
-"""Fira and GaLore as plain torch optimizers, for any training script (spec section 12).
+"""Fira and GaLore as plain torch optimizers, for any training script (docs/strategies.md).
 
     from openrlhf_logra.optim import FiraAdamW, divide_params
 
@@ -13,7 +13,7 @@ parallelism is possible, nor a module that is used twice under reentrant checkpo
 computed again with weights that have moved).
 
 Steps are computed in float32 and rounded to the weights' own type: bf16 weights, to which most of a small step is lost
-(spec section 5), belong under `--logra.method fira`; here keep them in float32 and use autocast.
+(docs/bits.md), belong under `--logra.method fira`; here keep them in float32 and use autocast.
 """
 
 import math

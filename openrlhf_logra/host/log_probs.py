@@ -1,4 +1,4 @@
-"""Log-probabilities of the rollout engines, which the mismatch of predicted-KL control needs (spec section 6).
+"""Log-probabilities of the rollout engines, which the mismatch of predicted-KL control needs (docs/kl.md).
 
 OpenRLHF asks for them only where it corrects by importance sampling.
 """

@@ -1,4 +1,4 @@
-"""What cannot work is refused before Ray starts: one line with the reason and the way out (spec section 9)."""
+"""What cannot work is refused before Ray starts: one line with the reason and the way out."""
 
 import math
 import os

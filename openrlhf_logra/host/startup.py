@@ -1,4 +1,4 @@
-"""Activation: from `--logra.` on the command line to a host that trains with LoGRA (spec section 9).
+"""Activation: from `--logra.` on the command line to a host that trains with LoGRA.
 
 The `.pth` line imports this module at interpreter start, only when an argument starts with `--logra.`; a patched fork
 does so in its first lines (patches/). It watches for the import of `openrlhf`; then, in order: the version gate, the

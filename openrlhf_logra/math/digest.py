@@ -1,4 +1,4 @@
-"""An additive checksum of weights: independent of order and sharding, so that shards add up (spec section 7).
+"""An additive checksum of weights: independent of order and sharding, so that shards add up (docs/bits.md).
 
 digest(W) = sum over elements of mix64(name hash + index) * bits(W_index) modulo 2**64
 """

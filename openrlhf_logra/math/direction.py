@@ -1,4 +1,4 @@
-"""From the sketch S to the step eta U (spec section 4; paper: Algorithm 1, RowAdam).
+"""From the sketch S to the step eta U (paper: Algorithm 1, RowAdam).
 
 All tensors of this module are float32 and of sketch size; nothing of size d x k is formed.
 """

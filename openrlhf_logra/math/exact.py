@@ -1,4 +1,4 @@
-"""One update applied exactly: the same bf16 bits on every holder of W, whatever its shard (spec section 5).
+"""One update applied exactly: the same bf16 bits on every holder of W, whatever its shard (docs/bits.md).
 
     C  = alpha eta U / sqrt(r)                    float32 [d, r], the trainer's decision
     q, s: C ~ s_i q_ij                            int16 [d, r] and a power of two per row: what is sent

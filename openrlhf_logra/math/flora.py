@@ -1,4 +1,4 @@
-"""Flora: momentum that is kept as a random sketch of full gradients (spec section 12).
+"""Flora: momentum that is kept as a random sketch of full gradients (docs/strategies.md).
 
 S = G A^T                      the same sketch as LoGRA's, of a gradient that was formed first
 M <- M A_old A^T               when A is drawn again, every `update_gap` steps

@@ -1,4 +1,4 @@
-"""Step control by predicted KL (spec section 6; paper section on predicted-KL control).
+"""Step control by predicted KL (docs/kl.md; paper section on predicted-KL control).
 
 For logits z, temperature T and a direction in weight space along which they change at the rate zdot,
 

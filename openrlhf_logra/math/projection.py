@@ -1,4 +1,4 @@
-"""The random projection A = R / sqrt(r), r x k, as a function of its key (spec section 2; paper section on sketches).
+"""The random projection A = R / sqrt(r), r x k, as a function of its key (docs/bits.md; paper section on sketches).
 
 Rademacher: element (i, j) is bit j % 128 of the Philox output at counter (j // 128, i): 0 -> +1, 1 -> -1.
 Gaussian: element (i, j) is the standard normal quantile of 16 bits, lane j % 8 of the output at counter (j // 8, i).

@@ -1,4 +1,4 @@
-"""The sketch S = G A^T accumulated inside backward (spec section 3); the full gradient G = g^T x never exists.
+"""The sketch S = G A^T accumulated inside backward (docs/training.md); the full gradient G = g^T x never exists.
 
 `sketch_linear` replaces a target's linear map. Forward computes x W^T + b and keeps only P = x A^T; backward returns g
 W and adds g^T P to S.

@@ -1,4 +1,4 @@
-"""Steps from full gradients, with an optimizer state of low rank: GaLore, and Fira (spec section 12).
+"""Steps from full gradients, with an optimizer state of low rank: GaLore, and Fira (docs/strategies.md).
 
 Orthonormal P from the SVD of G, on the smaller side of the matrix; every `update_gap` steps a new one. With L = P^T G
 (rows < columns) or G P,

@@ -1,4 +1,4 @@
-"""OpenRLHF's own AdamW on every parameter, with the lossless sync: what LoGRA is compared with (spec section 9)."""
+"""OpenRLHF's own AdamW on every parameter, with the lossless sync: what LoGRA is compared with."""
 
 from torch import nn
 

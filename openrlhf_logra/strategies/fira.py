@@ -1,4 +1,4 @@
-"""Fira: GaLore, with the rest of the gradient scaled as Adam scales the subspace (spec section 12)."""
+"""Fira: GaLore, with the rest of the gradient scaled as Adam scales the subspace (docs/strategies.md)."""
 
 from ..math.subspace import Fira
 from ..train.targets import Target

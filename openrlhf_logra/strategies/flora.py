@@ -1,4 +1,4 @@
-"""Flora: momentum kept as a random sketch (spec section 12)."""
+"""Flora: momentum kept as a random sketch (docs/strategies.md)."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""GaLore: Adam in the gradients' leading subspaces (spec section 12)."""
+"""GaLore: Adam in the gradients' leading subspaces (docs/strategies.md)."""
 
 from dataclasses import replace
 from typing import Any

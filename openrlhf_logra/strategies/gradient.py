@@ -1,5 +1,5 @@
-"""Strategies that form the full gradient of every target and keep a small optimizer state: GaLore, Fira, Flora (spec
-section 12).
+"""Strategies that form the full gradient of every target and keep a small optimizer state: GaLore, Fira, Flora
+(docs/strategies.md).
 
 Backward adds the gradients of all micro-batches up in float32 on every rank. At the boundary each target belongs to
 one rank, its owner: the gradient is averaged there, the owner's rule turns it into a step, and every rank applies that

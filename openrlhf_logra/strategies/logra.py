@@ -1,4 +1,4 @@
-"""LoGRA: sketches instead of gradients (spec sections 2 to 5; paper, Algorithm 1).
+"""LoGRA: sketches instead of gradients (docs/training.md; paper, Algorithm 1).
 
 Rank 0 decides, everyone applies: sketches are reduced to rank 0, which turns them into directions; these are broadcast
 and every rank quantises them (element by element, in IEEE arithmetic that no hardware does otherwise) and applies the

@@ -1,4 +1,4 @@
-"""OpenRLHF's own LoRA (`--ds.lora.rank`), with merged weights for the rollout engines (spec section 9)."""
+"""OpenRLHF's own LoRA (`--ds.lora.rank`), with merged weights for the rollout engines (docs/strategies.md)."""
 
 from dataclasses import replace
 

@@ -1,1 +1,1 @@
-"""Policy sync: records of updates, the trainer's end, the rollout engine's end (spec section 7)."""
+"""Policy sync: records of updates, the trainer's end, the rollout engine's end (docs/sync.md)."""

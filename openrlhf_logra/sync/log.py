@@ -1,4 +1,4 @@
-"""The record log: every record of a run, one file each, and how weights are rebuilt from it (spec section 7).
+"""The record log: every record of a run, one file each, and how weights are rebuilt from it (docs/sync.md).
 
 Files are named by the version they lead to. A log is read strictly: a record that is damaged, missing, of another run
 or of an abandoned branch of the same run is named, and nothing after it is used.

@@ -1,4 +1,4 @@
-"""Records: what crosses the wire and what a log keeps. One safetensors blob each, no pickle (spec section 7).
+"""Records: what crosses the wire and what a log keeps. One safetensors blob each, no pickle (docs/bits.md).
 
 A record holds changes of parameters, each in one of three forms, told apart by their keys:
 

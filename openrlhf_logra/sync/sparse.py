@@ -1,4 +1,4 @@
-"""Changed elements: the lossless form of a change that is no product of factors (spec section 7, `sparse`).
+"""Changed elements: the lossless form of a change that is no product of factors (docs/sync.md, `sparse`).
 
 The elements of a matrix whose bf16 bits differ, by flat index, with their new bits. On the wire both are byte planes
 under zlib: gaps between indices are small, so that their upper planes are nearly all zero.

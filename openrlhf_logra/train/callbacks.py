@@ -1,4 +1,4 @@
-"""What a run lets others see and decide: the callback protocol (spec section 9).
+"""What a run lets others see and decide: the callback protocol (docs/kl.md).
 
 Every trainer rank makes its own object of each class and calls the same methods in the same order; what `state_dict`
 returns is in the checkpoint (rank 0's; under ZeRO 3 each rank's own). The driver makes each once too, to see that it

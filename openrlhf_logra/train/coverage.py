@@ -1,4 +1,4 @@
-"""What is trained and what it costs, before anything runs: the coverage table (spec section 8)."""
+"""What is trained and what it costs, before anything runs: the coverage table (docs/training.md)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

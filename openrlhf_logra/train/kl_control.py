@@ -1,4 +1,4 @@
-"""The predicted-KL controller as a callback: measures what math/kl.py decides on (spec section 6)."""
+"""The predicted-KL controller as a callback: measures what math/kl.py decides on (docs/kl.md)."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Forward passes that measure how a low-rank step would change the policy, before it is taken (spec section 6).
+"""Forward passes that measure how a low-rank step would change the policy, before it is taken (docs/kl.md).
 
 A probe changes nothing: no weight, no sketch, no random state. Targets run as if W were W + epsilon D, through the
 low-rank side path of math/sketch.py; what is kept of a pass is the input of the output head at the positions asked

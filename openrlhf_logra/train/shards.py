@@ -36,7 +36,7 @@ def is_partitioned(parameter: torch.Tensor) -> bool:
 
 
 def apply_update(parameter: torch.Tensor, update: Update) -> None:
-    """W <- W - step on the elements that this rank holds, in place (spec section 5)."""
+    """W <- W - step on the elements that this rank holds, in place (docs/bits.md)."""
     with torch.no_grad():
         if is_partitioned(parameter):
             apply_flat(parameter.ds_tensor.data, update, _partition_start(parameter))

@@ -1,4 +1,4 @@
-"""Seeded fault injection between a trainer and two engines (cases.md, Sync): real ends, a toy runtime between them.
+"""Seeded fault injection between a trainer and two engines: real ends, a toy runtime between them.
 
 Every sync of a run suffers at most one fault out of FAULTS, at a random engine, record, byte, message or worker, once
 or for as long as the sync lasts. After each of them either the sync has raised, or every engine holds the trainer's

@@ -117,7 +117,7 @@ def test_whether_ray_init_joins_a_cluster(monkeypatch, tmp_path):
 
 
 def test_extra_plugin_registration_is_idempotent(monkeypatch):
-    """vLLM loads plugins several times: applied three times, registered once (cases.md, Plugin mechanics)."""
+    """vLLM loads plugins several times: applied three times, registered once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers import utils
 

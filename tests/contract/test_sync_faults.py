@@ -1,4 +1,4 @@
-"""Two engines, one or two workers each: faults on either side are seen, repaired or end the sync (cases.md, Sync)."""
+"""Two engines, one or two workers each: faults on either side are seen, repaired or end the sync."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""OpenRLHF's policy actor on real DeepSpeed: ZeRO 0-3, one and two ranks (cases.md, Training)."""
+"""OpenRLHF's policy actor on real DeepSpeed: ZeRO 0-3, one and two ranks."""
 
 import itertools
 import json

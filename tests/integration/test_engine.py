@@ -1,4 +1,4 @@
-"""The sync against a real vLLM engine, without Ray and DeepSpeed: records, versions, digests, repair (spec 7)."""
+"""The sync against a real vLLM engine: records, versions, digests, repair (docs/sync.md)."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Predicted-KL control on real DeepSpeed: ZeRO 0-3, one and two ranks, three families (spec section 6)."""
+"""Predicted-KL control on real DeepSpeed: ZeRO 0-3, one and two ranks, three families (docs/kl.md)."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Installed and not enabled, nothing changes: same namespace, same objects, same bits (spec section 9)."""
+"""Installed and not enabled, nothing changes: same namespace, same objects, same bits."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Bad input: one clear line and exit code 2 before Ray starts; what is refused and what is not (spec section 9)."""
+"""Bad input: one clear line and exit code 2 before Ray starts; what is refused and what is not."""
 
 import subprocess
 import sys

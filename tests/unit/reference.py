@@ -1,4 +1,4 @@
-"""Independent numpy versions of the specification's formulas, element by element, to compare with."""
+"""Independent numpy versions of the formulas, element by element, to compare with."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""LoRA's merged weights against peft's own merge (spec section 9)."""
+"""LoRA's merged weights against peft's own merge (docs/strategies.md)."""
 
 import copy
 

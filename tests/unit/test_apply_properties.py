@@ -1,4 +1,4 @@
-"""What must hold of the exact apply at any shape, shard and rounding, and its unbiasedness (spec section 5)."""
+"""What must hold of the exact apply at any shape, shard and rounding, and its unbiasedness (docs/bits.md)."""
 
 import math
 

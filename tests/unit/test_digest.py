@@ -1,4 +1,4 @@
-"""The additive digest (spec section 7)."""
+"""The additive digest (docs/sync.md)."""
 
 import reference
 import torch

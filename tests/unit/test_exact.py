@@ -1,4 +1,4 @@
-"""Exact application of an update (spec section 5)."""
+"""Exact application of an update (docs/bits.md)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""GaLore, Fira and Flora as strategies: what they do with gradients, weights and states (spec section 12)."""
+"""GaLore, Fira and Flora as strategies: what they do with gradients, weights and states (docs/strategies.md)."""
 
 import math
 

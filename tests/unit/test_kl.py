@@ -1,4 +1,4 @@
-"""Predicted KL against the truth, and the controller (spec section 6)."""
+"""Predicted KL against the truth, and the controller (docs/kl.md)."""
 
 import math
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""FiraAdamW and GaLoreAdamW in a plain training script (spec section 12)."""
+"""FiraAdamW and GaLoreAdamW in a plain training script (docs/strategies.md)."""
 
 import copy
 import math

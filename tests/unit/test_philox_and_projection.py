@@ -1,4 +1,4 @@
-"""Counter-based bits and the projection made of them (spec section 2)."""
+"""Counter-based bits and the projection made of them (docs/bits.md)."""
 
 import hashlib
 import math

@@ -1,4 +1,4 @@
-"""Sketches accumulated inside backward against autograd's full gradient (spec section 3; cases.md, Training)."""
+"""Sketches accumulated inside backward against autograd's full gradient (docs/training.md)."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""The step at an accumulation boundary: update ratio, clipping, skipping, refresh, state (spec section 4)."""
+"""The step at an accumulation boundary: update ratio, clipping, skipping, refresh, state."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""GaLore, Fira and Flora against numpy references written from the formulas (spec section 12)."""
+"""GaLore, Fira and Flora against numpy references written from the formulas (docs/strategies.md)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Which modules are targets (spec section 1)."""
+"""Which modules are targets."""
 
 import pytest
 import torch
