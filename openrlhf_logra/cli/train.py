@@ -6,6 +6,7 @@ does what `python -m openrlhf.cli.train_ppo_ray` does with the same flags where 
 """
 
 import argparse
+import os
 import runpy
 import sys
 
@@ -21,12 +22,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Activate LoGRA in this process and run the stock module as `__main__`.
 
-    Returns 2 after one line on stderr when OpenRLHF is not there; the stock module's own SystemExit passes through.
+    Returns 2 after one line on stderr when OpenRLHF or the flag is not there; the stock module's own SystemExit passes
+    through.
     """
+    if not {"--logra.enable", "--help", "-h"} & set(args.flags):
+        print("openrlhf-logra train: --logra.enable is not among the flags; add it", file=sys.stderr)
+        return 2
     openrlhf = next(finding for finding in versions.findings() if finding.package == "openrlhf")
     if openrlhf.status == versions.MISSING:
         print(f"openrlhf-logra train: openrlhf is not installed: {openrlhf.fix}", file=sys.stderr)
         return 2
+    sys.path.insert(0, os.getcwd())  # as with -m: where callbacks may be
     startup.activate()
     sys.argv = [STOCK_MODULE, *args.flags]
     runpy.run_module(STOCK_MODULE, run_name="__main__", alter_sys=True)

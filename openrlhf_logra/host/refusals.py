@@ -227,6 +227,11 @@ def _check_data_file(flag: str, path: Path, args: SimpleNamespace) -> None:
 
 
 def _check_reward(args: SimpleNamespace) -> None:
+    if not (args.reward.remote_url or args.reward.model_name_or_path or args.train.agent_func_path):
+        raise ConfigError(
+            "--reward.remote_url is missing; give a .py file with reward_func or a URL, or "
+            "--reward.model_name_or_path, or --train.agent_func_path"
+        )
     for flag, value in (
         ("--reward.remote_url", args.reward.remote_url),
         ("--train.agent_func_path", args.train.agent_func_path),

@@ -90,7 +90,8 @@ PY
 }
 
 wanted=$(cat "$PINS" setup.py openrlhf_logra/openrlhf_logra.pth recipes/cpu/env.sh - <<<"${PYTHON:-}" | sha256sum)
-up_to_date() { [ -x "$VENV/bin/python" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; }
+# (The package's own command too: it can be uninstalled by itself.)
+up_to_date() { [ -x "$VENV/bin/openrlhf-logra" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; }
 
 up_to_date && exit
 # One at a time; who waited finds the work done.

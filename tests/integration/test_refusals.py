@@ -77,6 +77,7 @@ REFUSED = {
     "no data": (["--data.prompt_dataset", "nothing.jsonl"], r"--data\.prompt_dataset nothing\.jsonl: no such file"),
     "no evaluation data": (["--eval.dataset", "nothing.jsonl"], r"--eval\.dataset nothing\.jsonl: no such file"),
     "no such column": (["--data.input_key", "question"], r"no column 'question'.*prompt, label"),
+    "no reward": (["--reward.remote_url", ""], r"--reward\.remote_url is missing"),
     "no reward file": (["--reward.remote_url", "nothing.py"], r"--reward\.remote_url nothing\.py: no such file"),
     "gaussian factors": (
         ["--logra.distribution", "gaussian", "--logra.sync.mode", "factor"],

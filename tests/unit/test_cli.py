@@ -66,11 +66,27 @@ def startup(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("flags", [["--actor.model_name_or_path", "m", "--logra.enable"], ["--help"], []])
+@pytest.mark.parametrize("flags", [["--actor.model_name_or_path", "m", "--logra.enable"], ["--help"]])
 def test_train_activates_and_then_runs_the_stock_module(startup, monkeypatch, flags):
     monkeypatch.setattr(versions, "findings", lambda: [Finding("openrlhf", "0.11.2", "0.11.2", OK, "")])
     assert main.main(["train", *flags]) == 0
     assert startup == ["activate", (train.STOCK_MODULE, {"run_name": "__main__", "alter_sys": True}, flags)]
+
+
+def test_train_without_the_flag_is_exit_code_2(startup, monkeypatch, capsys):
+    monkeypatch.setattr(versions, "findings", lambda: [Finding("openrlhf", "0.11.2", "0.11.2", OK, "")])
+    assert main.main(["train", "--actor.model_name_or_path", "m"]) == 2
+    assert capsys.readouterr().err == "openrlhf-logra train: --logra.enable is not among the flags; add it\n"
+    assert startup == []
+
+
+def test_train_finds_modules_where_it_is_called(startup, monkeypatch, tmp_path):
+    """As `python -m` does: callbacks may lie there."""
+    monkeypatch.setattr(versions, "findings", lambda: [Finding("openrlhf", "0.11.2", "0.11.2", OK, "")])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["train", "--logra.enable"]) == 0
+    assert sys.path[0] == str(tmp_path)
 
 
 def test_train_without_openrlhf_is_exit_code_2(startup, monkeypatch, capsys):
