@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import FULL
-from training import LOGRA_FLAGS, run, stock_flags
+from training import LOGRA_FLAGS, check_replay, check_steps, run, stock_flags
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
@@ -63,13 +63,19 @@ def test_without_a_flag_of_ours_nothing_is_imported(python, tiny_model, tmp_path
     assert seen["actor"]["model_name_or_path"] == str(tiny_model)
 
 
-def test_training(python, tiny_model, tmp_path, monkeypatch):
+EVERY = [*(("dense", zero) for zero in range(4)), ("logra", 2)]
+
+
+@pytest.mark.parametrize("method, zero", EVERY if FULL else [("dense", 1)])
+def test_training(python, method, zero, tiny_model, tmp_path, monkeypatch):
+    """Dense: all parameters trained by DeepSpeed on two ranks, their changed elements sent; the log replays."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    flags = [*stock_flags(tiny_model, tmp_path, steps=2), *LOGRA_FLAGS]
+    steps = 25 if FULL else 2
+    flags = stock_flags(tiny_model, tmp_path, zero=zero, ranks=2, steps=steps, **{"--actor.adam.lr": 1e-3})
+    flags += [*LOGRA_FLAGS, "--logra.method", method, "--logra.sync.log_dir", "records"]
     finished = run(flags, tmp_path, program=[python, "-m", "openrlhf.cli.train_ppo_ray"])
     assert finished.code == 0, finished.output[-5000:]
     roles = [role for role, _ in finished.roles()]
-    assert sorted(roles) == ["driver", "rollout actor", "trainer actor", "vLLM process", "vLLM process"]
-    assert [step.version for step in finished.steps] == [2, 4]
-    assert all(step.digest and "sync factor" in step.line for step in finished.steps)
-    assert len({step.digest for step in finished.steps}) == 2
+    assert sorted(roles) == sorted(["driver", "rollout actor", *["trainer actor"] * 2, *["vLLM process"] * 2])
+    check_steps(finished, steps, "sparse" if method == "dense" else "factor")
+    check_replay(tmp_path, tiny_model, finished)

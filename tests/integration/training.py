@@ -20,6 +20,7 @@ from openrlhf_logra.math.digest import as_matrix, digest_block
 
 HERE = Path(__file__).parent
 MARK = "LOGRA_TEST_RUN"
+LOGRA = str(Path(sys.executable).with_name("openrlhf-logra"))
 
 
 def write_prompts(path: Path, count: int = 64) -> Path:
@@ -178,3 +179,24 @@ def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     return dict(PeftModel.from_pretrained(model, adapter).merge_and_unload().named_parameters())
+
+
+def check_steps(finished: Finished, steps: int, form: str) -> None:
+    """Every sync was of one form, and verified; every step changed the weights."""
+    lines = [step.line for step in finished.steps]
+    assert [step.version for step in finished.steps] == list(range(2, 2 * steps + 1, 2)), lines
+    assert all(step.digest and f"sync {form}" in step.line for step in finished.steps), lines
+    assert len({step.digest for step in finished.steps}) == steps, "every step must have changed the weights"
+
+
+def check_replay(folder: Path, base: Path, finished: Finished) -> None:
+    """The base model and the records give the saved checkpoint, tensor by tensor, as the last step's digest says."""
+    out = folder / "replayed"
+    command = ["--base", base, "--records", folder / "records", "--step", finished.steps[-1].version, "--out", out]
+    subprocess.run([LOGRA, "replay", *map(str, command)], check=True)
+    held, saved = (load_file(path / "model.safetensors") for path in (out, folder / "model"))
+    # OpenRLHF may save the tied head as a tensor of its own; transformers does not.
+    embeddings = saved["model.embed_tokens.weight"]
+    assert torch.equal(saved.pop("lm_head.weight", embeddings), embeddings)
+    assert held.keys() == saved.keys() and all(torch.equal(held[name], saved[name]) for name in held)
+    assert finished.steps[-1].digest == digest_of_checkpoint(out)
