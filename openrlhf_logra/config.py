@@ -20,6 +20,17 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 PROBES = ("auto", "jvp", "fd")
 SYNC_MODES = ("auto", "factor", "sparse", "dense")
 
+# Flags that built-in methods make no use of, beside those of predicted KL.
+_UNUSED = {
+    **dict.fromkeys(("galore", "fira"), ("distribution", "optimizer", "update_ratio")),
+    "flora": ("optimizer", "beta2", "eps", "update_ratio"),
+    **dict.fromkeys(
+        ("lora", "dense"),
+        ("rank", "seed", "distribution", "refresh_every", "target_modules", "optimizer", "beta1", "beta2", "eps")
+        + ("update_ratio", "non_target", "rounding"),
+    ),
+}
+
 
 class ConfigError(ValueError):
     """A flag, or a combination of flags, that cannot work. The message is one line: what, where, what to do."""
@@ -49,7 +60,8 @@ class LograConfig:
         "logra",
         "Registered strategy that turns gradients into updates: logra; galore, fira, flora (full gradients, small "
         "states, the actor's learning rate); lora (OpenRLHF's own, of --ds.lora.rank) and dense (its AdamW on all "
-        "parameters), with a lossless sync of what changed; flags of sketches and steps do not matter to these two.",
+        "parameters), with a lossless sync of what changed. A run names the flags that its method makes no use of; "
+        "norm_growth_limit and sync.mode factor are refused where they would mean nothing.",
         choices=strategy_names,
     )
     rank: int = _flag("rank", 256, "Rank r of every target's sketch.")
@@ -191,6 +203,11 @@ class LograConfig:
     def controls_kl(self) -> bool:
         """Whether alpha is set by predicted KL: the flags ask for it, and the strategy's steps can be probed."""
         return not self.kl_disable and strategy_class(self.method).can_probe
+
+    @property
+    def unused_flags(self) -> tuple[str, ...]:
+        """Flags, without "--logra.", that the method makes no use of; of another package's, as far as can be known."""
+        return () if strategy_class(self.method).can_probe else ("kl.*", *_UNUSED.get(self.method, ()))
 
     def direction(self) -> DirectionConfig:
         """The constants of the direction."""

@@ -54,10 +54,9 @@ class LograDeepspeedStrategy(DeepspeedStrategy):
         if unclear:
             self.print(f"[logra] possibly rounded to bf16 by ZeRO-3, and not restored: {', '.join(unclear)}")
         if self.logra.sizes_steps and not self.logra.can_probe:
-            self.print(
-                f"[logra] {config.method}: steps are sized by the actor's learning rate; --logra.kl.*, .update_ratio "
-                "and .optimizer are not used"
-            )
+            self.print(f"[logra] {config.method}: steps are sized by the actor's learning rate")
+        if config.unused_flags:
+            self.print(f"[logra] {config.method} makes no use of --logra.{', .'.join(config.unused_flags)}")
         prepared = super()._ds_init_train_model(model, cfg)
         self._policy_engine = model.model
         self._max_norm = cfg.get("max_norm", 1.0)

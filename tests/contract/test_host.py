@@ -1,16 +1,20 @@
 """The host's names and signatures that the plugin is written against. A failure here means: the host moved."""
 
+import argparse
 import inspect
 import subprocess
 import sys
 
 import pytest
+import torch
 from host_names import SIGNATURES
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from openrlhf_logra.host import cpu
 
 cpu.install()
 
+from openrlhf_logra.config import add_flags  # noqa: E402
 from openrlhf_logra.host import controller, deepspeed_strategy, rollout_actor, trainer_actor, vllm_worker  # noqa: E402
 
 ACTOR_CLASSES = (
@@ -78,6 +82,54 @@ def test_weight_transfer_engine_implements_the_abstract_class():
     assert issubclass(LograWeightTransferEngine, WeightTransferEngine)
     assert issubclass(LograTrainerEngine, TrainerWeightTransferEngine)
     assert not LograWeightTransferEngine.__abstractmethods__ and not LograTrainerEngine.__abstractmethods__
+
+
+@pytest.mark.parametrize(
+    "method, lines",
+    [
+        ("logra", []),
+        (
+            "fira",
+            [
+                "[logra] fira: steps are sized by the actor's learning rate",
+                "[logra] fira makes no use of --logra.kl.*, .distribution, .optimizer, .update_ratio",
+            ],
+        ),
+        (
+            "dense",
+            [
+                "[logra] dense makes no use of --logra.kl.*, .rank, .seed, .distribution, .refresh_every, "
+                ".target_modules, .optimizer, .beta1, .beta2, .eps, .update_ratio, .non_target, .rounding"
+            ],
+        ),
+    ],
+)
+def test_a_run_names_the_flags_without_effect(method, lines, monkeypatch):
+    """Before DeepSpeed has the model, which is as far as this goes."""
+    from openrlhf.models import Actor
+    from openrlhf.utils.config import hierarchize
+    from openrlhf.utils.deepspeed import DeepspeedStrategy
+
+    class Wrapped(Exception):
+        pass
+
+    def stop(*_):
+        raise Wrapped
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    actor = torch.nn.Module.__new__(Actor)
+    torch.nn.Module.__init__(actor)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    actor.model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    strategy = object.__new__(deepspeed_strategy.LograDeepspeedStrategy)
+    strategy.args = hierarchize(parser.parse_args(["--logra.method", method, "--logra.rank", "8"]))
+    said = []
+    strategy.print = said.append
+    monkeypatch.setattr(DeepspeedStrategy, "_ds_init_train_model", stop)
+    with pytest.raises(Wrapped):
+        strategy._ds_init_train_model(actor, {})
+    assert said[0].startswith("[logra] coverage") and said[1:] == lines
 
 
 def test_deepspeed_parameter_attributes():

@@ -3,11 +3,14 @@
 import math
 import subprocess
 import sys
+from dataclasses import fields
 from importlib.metadata import EntryPoint
 
 import pytest
 import torch
-from toy import Toy
+from test_adapters import adapted
+from test_sketch import NAMES
+from toy import Toy, batch, loss_of
 
 from openrlhf_logra import strategies
 from openrlhf_logra.config import ConfigError, LograConfig
@@ -67,6 +70,7 @@ def test_another_package_is_found_by_its_entry_point(package):
     with torch.device("meta"):
         model = Toy()
     assert strategy_class("lion")(LograConfig(method="lion"), model).trained
+    assert LograConfig(method="lion").unused_flags == ("kl.*",)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +127,38 @@ def test_a_name_that_two_packages_bring_is_refused(package, name, monkeypatch):
 def test_a_limit_where_nothing_is_limited_is_refused(method):
     with pytest.raises(ConfigError, match=f"norm_growth_limit 1.01: --logra.method {method} limits nothing"):
         LograConfig(method=method, norm_growth_limit=1.01).validate()
+
+
+class Watched(LograConfig):
+    """Knows which of its flags were read."""
+
+    read: set[str] = set()
+
+    def __getattribute__(self, name):
+        type(self).read.add(name)
+        return super().__getattribute__(name)
+
+
+OF_ALL = {"enable", "method", "reward_baseline", "callbacks", "eval_at_start", "allow_untested_host"}
+REFUSED = {"norm_growth_limit"}  # where it would mean nothing
+
+
+@pytest.mark.parametrize("method", BUILT_IN)
+def test_the_flags_that_a_method_does_not_read_are_those_it_is_said_not_to_use(method):
+    torch.manual_seed(0)
+    model = adapted()[1] if method == "lora" else Toy().to(torch.bfloat16)
+    config = Watched(method=method, rank=8, target_modules=NAMES, optimizer="adam")
+    Watched.read.clear()
+    strategy = strategy_class(method)(config, model)
+    strategy.attach()
+    strategy.bind(torch.device("cpu"))
+    if method != "lora":
+        loss_of(model, batch()).backward()
+    assert not strategy.step(1e-2, 0.0).skipped
+    names = {item.name for item in fields(LograConfig)} - OF_ALL - REFUSED
+    names = {name for name in names if not name.startswith(("kl_", "sync_"))}
+    controlled = ["kl.*"] if method != "logra" else []
+    assert sorted(config.unused_flags) == sorted([*controlled, *(names - Watched.read)])
 
 
 @pytest.mark.parametrize("other", [type("Other", (), {}), lambda: None])
