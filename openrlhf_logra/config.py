@@ -116,7 +116,9 @@ class LograConfig:
         "KL per token that the first update may cost: alpha = sqrt(budget / q), see alpha_max.",
     )
     kl_final_budget: float = _flag(
-        "kl.final_budget", KLSettings.final_budget, "KL per token that an update may cost from update `kl.horizon` on."
+        "kl.final_budget",
+        KLSettings.final_budget,
+        "KL per token that an update may cost from update `kl.horizon` on; at most `kl.budget`.",
     )
     kl_horizon: int = _flag(
         "kl.horizon", KLSettings.horizon, "Updates over which the budget falls, along half a cosine."
@@ -248,6 +250,11 @@ class LograConfig:
         for name in ("budget", "final_budget", "alpha_max"):
             value = getattr(self, f"kl_{name}")
             _require(0 < value < math.inf, f"kl.{name}", value, "a positive number")
+        if self.kl_final_budget > self.kl_budget:
+            raise ConfigError(
+                f"--logra.kl.final_budget {self.kl_final_budget} is above --logra.kl.budget {self.kl_budget}, from "
+                "which the budget falls; lower it (the same value keeps the budget constant)"
+            )
         for name in ("horizon", "probe_responses", "probe_max_tokens"):
             value = getattr(self, f"kl_{name}")
             _require(value >= 1, f"kl.{name}", value, "an integer of at least 1")

@@ -60,7 +60,7 @@ class KLSettings:
     """Constants of the controller.
 
     Attributes:
-        budget, final_budget: d0 and d1, KL per update at the first update and from update `horizon` on.
+        budget, final_budget: d0 and d1, KL per update at the first update and from update `horizon` on (d1 <= d0).
         horizon: H, updates over which the budget falls.
         alpha_max: largest step size.
         subtract_mismatch: whether the mismatch of trainer and rollout is taken off the budget.

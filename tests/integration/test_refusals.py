@@ -93,6 +93,10 @@ REFUSED = {
         for flag in ("kl.budget", "kl.final_budget", "kl.alpha_max")
         for value in ("0.0", "-1.0", "nan", "inf")
     },
+    "a budget that would rise": (
+        ["--logra.kl.budget", "1e-5"],  # below the final one's default
+        r"--logra\.kl\.final_budget 2e-05 is above --logra\.kl\.budget 1e-05.*lower it",
+    ),
     "horizon 0": (["--logra.kl.horizon", "0"], r"--logra\.kl\.horizon is 0"),
     "no responses to probe": (["--logra.kl.probe_responses", "0"], r"--logra\.kl\.probe_responses is 0"),
     "no tokens to probe": (["--logra.kl.probe_max_tokens", "0"], r"--logra\.kl\.probe_max_tokens is 0"),
