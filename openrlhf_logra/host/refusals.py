@@ -207,6 +207,8 @@ def _check_dataset(flag: str, value: str | None, args: SimpleNamespace, required
 def _check_data_file(flag: str, path: Path, args: SimpleNamespace) -> None:
     if not path.is_file():
         raise ConfigError(f"{flag} {path}: no such file")
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{flag} {path}: the file is empty")
     from datasets import load_dataset
     from datasets.utils.logging import disable_progress_bar, enable_progress_bar
 
@@ -214,7 +216,10 @@ def _check_data_file(flag: str, path: Path, args: SimpleNamespace) -> None:
     try:
         rows = load_dataset(_DATA_FILES[path.suffix], data_files=str(path), split="train")
     except Exception as error:
-        raise ConfigError(f"{flag} {path}: cannot be read as {path.suffix[1:]}: {one_line(error)}") from error
+        reason = one_line(error)
+        if "corresponds to no data" not in reason:  # datasets' words for no rows
+            raise ConfigError(f"{flag} {path}: cannot be read as {path.suffix[1:]}: {reason}") from error
+        rows = ()
     finally:
         enable_progress_bar()
     if len(rows) == 0:

@@ -1,5 +1,6 @@
 """Bad input: one clear line and exit code 2 before Ray starts; what is refused and what is not."""
 
+import re
 import subprocess
 import sys
 
@@ -123,13 +124,21 @@ def test_refused_with_one_line(parser, flags, message, tiny_model, tmp_path, mon
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["{not json\n", '{"prompt": "a", "label"', ""])
-def test_a_dataset_that_cannot_be_read(parser, content, tiny_model, tmp_path):
-    path = tmp_path / "bad.jsonl"
+@pytest.mark.parametrize(
+    "name, content, words",
+    [
+        ("bad.jsonl", "{not json\n", r"cannot be read as jsonl: JSON parse error.*"),
+        ("bad.jsonl", '{"prompt": "a", "label"', r"cannot be read as jsonl: JSON parse error.*"),
+        *((f"bad.{suffix}", "", "the file is empty") for suffix in ("jsonl", "json", "csv", "parquet", "arrow")),
+        ("bad.jsonl", "\n\n", "has no rows"),
+        ("bad.json", "[]", "has no rows"),
+        ("bad.csv", "prompt,label\n", "has no rows"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read(parser, name, content, words, tiny_model, tmp_path):
+    path = tmp_path / name
     path.write_text(content)
-    with pytest.raises(
-        ConfigError, match=r"--data\.prompt_dataset .*bad\.jsonl: (cannot be read|has no rows)"
-    ) as caught:
+    with pytest.raises(ConfigError, match=rf"--data\.prompt_dataset .*{re.escape(name)}: {words}$") as caught:
         check_flags(parser, [*stock_flags(tiny_model, tmp_path), *LOGRA_FLAGS, "--data.prompt_dataset", str(path)])
     assert "\n" not in str(caught.value)
 
