@@ -75,7 +75,11 @@ class LograConfig:
         type=int,
     )
     target_modules: tuple[str, ...] = _flag(
-        "target_modules", DEFAULT_TARGETS, "Names (last path components) of the nn.Linear modules to train.", nargs="+"
+        "target_modules",
+        DEFAULT_TARGETS,
+        "The nn.Linear modules to train, each name the whole or the end of a module's path: q_proj, mlp.up_proj, "
+        "model.layers.0.mlp.up_proj.",
+        nargs="+",
     )
     optimizer: str = _flag("optimizer", "row_adam", "Direction computed from the sketch.", choices=OPTIMIZERS)
     beta1: float = _flag("beta1", 0.9, "First-moment decay of adam, galore, fira and flora.")

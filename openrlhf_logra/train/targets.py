@@ -38,7 +38,7 @@ def find_targets(model: nn.Module, names: tuple[str, ...]) -> list[Target]:
 
     Args:
         model: Hugging Face model; meta tensors will do.
-        names: last components of module paths ("q_proj"), or more of the path ("mlp.up_proj").
+        names: ends of module paths ("q_proj", "mlp.up_proj"), or whole ones, as peft has them.
 
     Raises:
         ConfigError: a name matches no module, or one that is not an nn.Linear, or a weight that is shared with another

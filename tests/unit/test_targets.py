@@ -27,8 +27,19 @@ def test_names_mean_the_language_model():
     assert [target.name for target in find_targets(Tower(), ("patch",))] == ["visual.0.patch.weight"]
 
 
-def test_longer_names():
-    assert [t.name for t in find_targets(Toy(), ("layers.1.up_proj",))] == ["layers.1.up_proj.weight"]
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("language_model.layers.1.up_proj", ["language_model.layers.1.up_proj.weight"]),
+        ("layers.1.up_proj", ["language_model.layers.1.up_proj.weight"]),
+        ("visual.0.up_proj", ["visual.0.up_proj.weight"]),
+        ("0.patch", ["visual.0.patch.weight"]),
+    ],
+)
+def test_a_name_is_the_end_of_a_path_or_all_of_it(name, found):
+    assert [target.name for target in find_targets(Tower(), (name,))] == found
+    with pytest.raises(ConfigError, match=f"--logra.target_modules {name[1:]} matches no module"):
+        find_targets(Tower(), (name[1:],))  # not of a component
 
 
 class Scaled(nn.Linear):
