@@ -4,6 +4,7 @@ import argparse
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -117,6 +118,13 @@ def test_doctor_prints_the_fix_and_exits_with_1(healthy, monkeypatch, capsys):
     monkeypatch.setattr(versions, "findings", lambda: [healthy, ray])
     assert main.main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "fix ray: pip install it"
+
+
+def test_the_oldest_python_is_the_same_everywhere():
+    root = Path(__file__).parents[2]
+    wanted = doctor.python().wanted
+    assert f'python_requires="{wanted}"' in (root / "setup.py").read_text()
+    assert f"{wanted.removeprefix('>=')} or later" in (root / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
