@@ -17,6 +17,7 @@ Steps are computed in float32 and rounded to the weights' own type: bf16 weights
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import fields
@@ -31,18 +32,21 @@ from torch.utils.hooks import RemovableHandle
 from .math.limiter import check_limit
 from .math.subspace import Fira, GaLore
 
-_ACCEPTED = {
-    "lr": lambda value: 0 <= value < math.inf,
-    "betas": lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
-    "eps": lambda value: 0 <= value < math.inf,
-    "weight_decay": lambda value: 0 <= value < math.inf,
+# Of a group's values: which are accepted, and how to say it.
+_OF_ADAM = {
+    "lr": (lambda value: 0 <= value < math.inf, "a number of at least 0"),
+    "betas": (lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
+    "eps": (lambda value: 0 <= value < math.inf, "a number of at least 0"),
+    "weight_decay": (lambda value: 0 <= value < math.inf, "a number of at least 0"),
 }
-_ACCEPTED_OF_RULE = {
-    "rank": lambda value: isinstance(value, int) and value >= 1,
-    "update_gap": lambda value: isinstance(value, int) and value >= 0,
-    "scale": lambda value: 0 < value < math.inf,
-    "norm_growth_limit": check_limit,
+_OF_RULE = {
+    "rank": (lambda value: isinstance(value, int) and value >= 1, "an integer of at least 1"),
+    "update_gap": (lambda value: isinstance(value, int) and value >= 0, "0 (never) or a positive integer"),
+    "scale": (lambda value: 0 < value < math.inf, "a positive number"),
+    "norm_growth_limit": (check_limit, "at least 1, or inf"),
 }
+# What groups for the package galore_torch have.
+_OF_GALORE_TORCH = {"update_proj_gap": "call it update_gap", "proj_type": "the smaller side is projected; drop it"}
 
 
 def divide_params(
@@ -57,13 +61,16 @@ def divide_params(
     Args:
         target_modules_list: modules whose weight matrices are meant: by class name ("Linear") or by the end of their
             path ("q_proj", "mlp.up_proj"). A weight that an embedding shares (a tied head) is none of them.
-        rank: of the subspaces; of a matrix with a smaller side, that side.
-        update_gap: steps between two bases.
+        rank: of the subspaces; of a matrix whose smaller side is below it, that side.
+        update_gap: steps between two bases; 0 keeps the first.
         scale: of the step in the subspace.
 
     Raises:
-        ValueError: no name is given, or one matches no module with a weight matrix that is trained.
+        ValueError: a number is out of range, no name is given, or one matches no module with a weight matrix that is
+            trained.
     """
+    constants = {"rank": rank, "update_gap": update_gap, "scale": scale}
+    _check(constants, _OF_RULE)
     chosen: dict[int, nn.Parameter] = {}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     names = [target_modules_list] if isinstance(target_modules_list, str) else list(target_modules_list)
@@ -80,7 +87,7 @@ def divide_params(
             )
         chosen.update({id(weight): weight for weight in matrices})
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
-    low_rank = {"params": list(chosen.values()), "rank": rank, "update_gap": update_gap, "scale": scale}
+    low_rank = {"params": list(chosen.values()), **constants}
     return [low_rank, {"params": others}] if others else [low_rank]
 
 
@@ -90,6 +97,24 @@ def _is_called(name: str, path: str, module: nn.Module) -> bool:
 
 def _is_trained_matrix(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and weight.dim() == 2 and weight.requires_grad
+
+
+def _check(values: dict[str, Any], accepted: dict[str, tuple[Callable[[Any], bool], str]]) -> None:
+    for name, (accepts, words) in accepted.items():
+        try:
+            fits = name not in values or accepts(values[name])
+        except TypeError:
+            fits = False
+        if not fits:
+            raise ValueError(f"{name} is {values[name]!r}; it must be {words}")
+
+
+def _warn(message: str) -> None:
+    """At the user's line: torch puts a changing number of frames around `step` and hooks."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "openrlhf_logra"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 class _LowRankAdamW(torch.optim.Optimizer):
@@ -105,8 +130,12 @@ class _LowRankAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ):
-        rule = self._rule.__name__  # a saved state says whose it is
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "rule": rule})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        if not any("rank" in group for group in self.param_groups):
+            _warn(
+                f"{type(self).__name__}: no group has a rank, so that plain AdamW trains every parameter; make the "
+                "groups with divide_params"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
@@ -147,19 +176,20 @@ class _LowRankAdamW(torch.optim.Optimizer):
         parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, after a look at the group's values.
+        """As torch's, after a look at the group. Keys of your own are left alone.
 
         Raises:
-            ValueError: a value is out of range, or a group with a rank holds something else than real matrices.
+            ValueError: a value is out of range or has no effect, or a group with a rank holds something else than real
+                matrices.
         """
         given = {**self.defaults, **param_group}
-        for name, accepts in (_ACCEPTED | (_ACCEPTED_OF_RULE if "rank" in given else {})).items():
-            try:
-                accepted = name not in given or accepts(given[name])
-            except TypeError:
-                accepted = False
-            if not accepted:
-                raise ValueError(f"{name} is {given[name]!r}, which is out of range")
+        constants = [field.name for field in fields(self._rule)] if "rank" in given else []
+        for name in given:
+            if name in _OF_GALORE_TORCH or (name in _OF_RULE and name not in constants):
+                hint = _OF_GALORE_TORCH.get(name, "drop it" if constants else "give the group a rank, or drop it")
+                raise ValueError(f"{type(self).__name__} makes no use of a group's {name!r}: {hint}")
+        _check(given, _OF_ADAM | _OF_RULE)
+        param_group["rule"] = self._rule.__name__  # a saved state says whose it is
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"] if "rank" in given else ():
             if parameter.dim() != 2 or parameter.is_complex():
@@ -181,17 +211,16 @@ class _LowRankAdamW(torch.optim.Optimizer):
         wide = torch.promote_types(parameter.dtype, torch.float32)
         step = self._rule_of(parameter, group).step(parameter.grad.to(wide), state)
         if state["kept"] > kept:
-            warnings.warn(
+            _warn(
                 f"no new basis for a matrix {tuple(parameter.shape)} (its gradient is zero or not finite, or the SVD "
-                "did not converge): the old one stays in use",
-                stacklevel=3,
+                "did not converge): the old one stays in use"
             )
         decayed = parameter.to(wide) * (1 - group["lr"] * group["weight_decay"])
         parameter.copy_(decayed.sub_(step, alpha=group["lr"]))
 
     def _rule_of(self, parameter: nn.Parameter, group: dict[str, Any]) -> GaLore:
         known = {field.name for field in fields(self._rule)}
-        given = {name: group[name] for name in _ACCEPTED_OF_RULE if name in group and name in known}
+        given = {name: group[name] for name in _OF_RULE if name in group and name in known}
         given["rank"] = min(group["rank"], *parameter.shape)
         return self._rule(**given, beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"])
 
@@ -221,7 +250,7 @@ class _LowRankAdamW(torch.optim.Optimizer):
         """As torch's, but that moments and bases keep their float32 where parameters are bf16.
 
         Raises:
-            ValueError: it is another optimizer's, of other ranks, or of other shapes.
+            ValueError: it is another optimizer's, of other ranks, of other parameters, or of other shapes.
         """
         self._check_saved(state_dict)
         super().load_state_dict(state_dict)
@@ -235,6 +264,9 @@ class _LowRankAdamW(torch.optim.Optimizer):
                     }
 
     def _check_saved(self, state_dict: dict[str, Any]) -> None:
+        found, own = len(state_dict["param_groups"]), len(self.param_groups)
+        if found != own:
+            raise ValueError(f"load_state_dict: parameter groups are {found} in the state and {own} here")
         for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups)):
             for name in ("rule", "rank"):
                 if saved.get(name) != group.get(name):
@@ -242,11 +274,17 @@ class _LowRankAdamW(torch.optim.Optimizer):
                     raise ValueError(
                         f"load_state_dict: {name} of group {index} is {found} in the state and {own} here"
                     )
+            found, own = len(saved["params"]), len(group["params"])
+            if found != own:
+                raise ValueError(
+                    f"load_state_dict: group {index} has {found} parameters in the state and {own} here; it is of "
+                    "another model"
+                )
+            low_rank = "rank" in group
             for place, (key, parameter) in enumerate(zip(saved["params"], group["params"])):
-                low_rank = "rank" in group
                 moment = state_dict["state"].get(key, {}).get("m" if low_rank else "exp_avg")
-                shape = parameter.shape
-                expected = self._rule_of(parameter, group).low_shape(*shape) if low_rank else tuple(shape)
+                shape = tuple(parameter.shape)
+                expected = self._rule_of(parameter, group).low_shape(*shape) if low_rank else shape
                 if moment is not None and tuple(moment.shape) != expected:
                     raise ValueError(
                         f"load_state_dict: parameter {place} of group {index} has moments {tuple(moment.shape)} in "
@@ -258,11 +296,12 @@ class GaLoreAdamW(_LowRankAdamW):
     """AdamW whose low-rank groups move in their gradients' leading subspaces alone.
 
     Args:
-        params: groups as `divide_params` makes them, or plain parameters.
+        params: groups as `divide_params` makes them. What has no rank is trained by AdamW; where nothing has one, a
+            warning says so.
         lr, betas, eps, weight_decay: AdamW's.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range or has no effect.
     """
 
     _rule = GaLore
@@ -273,11 +312,12 @@ class FiraAdamW(_LowRankAdamW):
     norm (group entry "norm_growth_limit", 1.01 where there is none).
 
     Args:
-        params: groups as `divide_params` makes them, or plain parameters.
+        params: groups as `divide_params` makes them. What has no rank is trained by AdamW; where nothing has one, a
+            warning says so.
         lr, betas, eps, weight_decay: AdamW's.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range or has no effect.
     """
 
     _rule = Fira

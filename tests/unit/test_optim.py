@@ -91,7 +91,10 @@ def test_what_has_no_rank_is_torchs_adamw(optimizer):
     model = Toy()
     oracle = copy.deepcopy(model)
     options = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
-    train(model, optimizer(model.parameters(), **options), range(4))
+    with pytest.warns(UserWarning, match=f"{optimizer.__name__}: no group has a rank, .* divide_params") as caught:
+        ours = optimizer(model.parameters(), **options)
+    assert caught[0].filename == __file__
+    train(model, ours, range(4))
     train(oracle, torch.optim.AdamW(oracle.parameters(), **options, foreach=False), range(4))
     assert same(model, oracle)
 
@@ -160,12 +163,49 @@ def test_groups_out_of_range_are_named(name, value):
 
 @pytest.mark.parametrize("shape, dtype", [((8,), None), ((4, 6, 3), None), ((), None), ((4, 6), torch.complex64)])
 def test_what_is_no_real_matrix_has_no_rank(shape, dtype):
-    optimizer = FiraAdamW(torch.nn.Linear(2, 2).parameters())
+    _, optimizer = build(FiraAdamW)
     with pytest.raises(ValueError, match=re.escape(f"of shape {shape}; only real matrices")):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(shape, dtype=dtype))], "rank": 2})
-    assert len(optimizer.param_groups) == 1
+    assert len(optimizer.param_groups) == 2
 
 
+@pytest.mark.parametrize("optimizer", RULES)
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"rank": 2, "update_proj_gap": 50}, "'update_proj_gap': call it update_gap"),
+        ({"rank": 2, "proj_type": "std"}, "'proj_type': the smaller side is projected; drop it"),
+        ({"update_gap": 50}, "'update_gap': give the group a rank, or drop it"),
+        ({"norm_growth_limit": 1.1}, "'norm_growth_limit': give the group a rank, or drop it"),
+    ],
+)
+def test_values_of_a_group_that_have_no_effect_are_refused(optimizer, changes, words):
+    with pytest.raises(ValueError, match=f"{optimizer.__name__} makes no use of a group's {words}"):
+        optimizer([{"params": Toy().layers[0].up_proj.weight, **changes}])
+
+
+def test_a_limit_is_firas_alone():
+    groups = divide_params(Toy(), NAMES, 4)
+    groups[0]["norm_growth_limit"] = 1.1
+    FiraAdamW(groups)
+    with pytest.raises(ValueError, match="GaLoreAdamW makes no use of a group's 'norm_growth_limit': drop it"):
+        GaLoreAdamW(groups)
+
+
+@pytest.mark.parametrize("optimizer", RULES)
+def test_keys_of_the_users_own_stay(optimizer):
+    """As torch leaves them, for schedulers and loggers that read them."""
+    groups = [{**group, "name": "mine", "initial_lr": 0.1} for group in divide_params(Toy(), NAMES, 4)]
+    assert [group["name"] for group in optimizer(groups).param_groups] == ["mine", "mine"]
+
+
+def test_groups_of_one_optimizer_make_another():
+    groups = divide_params(Toy(), NAMES, 4)
+    FiraAdamW(groups)
+    assert {group["rule"] for group in GaLoreAdamW(groups).state_dict()["param_groups"]} == {"GaLore"}
+
+
+@pytest.mark.filterwarnings("ignore:.*no group has a rank")
 @pytest.mark.parametrize("group", [{}, {"rank": 2}])
 def test_sparse_gradients_are_refused(group):
     table = torch.nn.Embedding(6, 4, sparse=True)
@@ -205,6 +245,20 @@ def test_the_state_of_something_else_is_refused(other):
     assert not ours.state
 
 
+@pytest.mark.parametrize(
+    "saved_of, words",
+    [
+        (lambda: divide_params(Toy(layers=3), NAMES, 4), "group 0 has 9 parameters in the state and 6 here"),
+        (lambda: divide_params(Toy(layers=1), NAMES, 4), "group 0 has 3 parameters in the state and 6 here"),
+        (lambda: divide_params(Toy(), NAMES, 4)[:1], "parameter groups are 1 in the state and 2 here"),
+    ],
+)
+def test_the_state_of_another_model_is_refused(saved_of, words):
+    ours = build(FiraAdamW)[1]
+    with pytest.raises(ValueError, match=f"load_state_dict: {words}"):
+        ours.load_state_dict(FiraAdamW(saved_of()).state_dict())
+
+
 @pytest.mark.parametrize("optimizer", RULES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_state_goes_on_bit_for_bit(optimizer, dtype, tmp_path):
@@ -234,8 +288,14 @@ def test_a_basis_that_cannot_be_found_is_warned_of():
     model, optimizer = build(GaLoreAdamW, gap=1)
     train(model, optimizer, [0])
     model.layers[0].up_proj.weight.grad = torch.full_like(model.layers[0].up_proj.weight, torch.nan)
-    with pytest.warns(UserWarning, match="no new basis for a matrix"):
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps step
+    with pytest.warns(UserWarning, match="no new basis for a matrix") as caught:
         optimizer.step()
+    assert caught[0].filename == __file__
+    optimizer.update_in_backward()
+    with pytest.warns(UserWarning, match="no new basis for a matrix") as caught:
+        (model.layers[0].up_proj.weight.sum() * 0).backward()
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, optimizer = build(GaLoreAdamW)
@@ -249,7 +309,10 @@ def test_a_basis_that_cannot_be_found_is_warned_of():
         (lambda: divide_params(Toy(), ["LayerNorm"], 4), "LayerNorm"),
         (lambda: divide_params(Toy(), "Embedding", 4), "one that an embedding shares does not count"),
         (lambda: divide_params(Toy(), [], 4), "target_modules_list is empty"),
-        (lambda: FiraAdamW(Toy().parameters(), lr=-1), "lr is -1"),
+        (lambda: divide_params(Toy(), NAMES, 0), "rank is 0; it must be an integer of at least 1"),
+        (lambda: divide_params(Toy(), NAMES, 4, update_gap=-1), "update_gap is -1; it must be 0"),
+        (lambda: divide_params(Toy(), NAMES, 4, scale=0), "scale is 0; it must be a positive number"),
+        (lambda: FiraAdamW(Toy().parameters(), lr=-1), "lr is -1; it must be a number of at least 0"),
         (lambda: FiraAdamW(Toy().parameters(), betas=(0.9, 1.0)), "betas"),
     ],
 )
