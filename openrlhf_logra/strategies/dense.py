@@ -17,4 +17,4 @@ class DenseStrategy(HostTrained):
         self.trained = self.dense = tuple(name for name, p in model.named_parameters() if p.requires_grad)
 
     def coverage(self) -> Coverage:
-        return measure(self._model, self.dense)
+        return measure(self, self._model)

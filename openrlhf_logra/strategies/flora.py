@@ -17,6 +17,7 @@ class FloraStrategy(GradientStrategy):
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
         check_rank(config.rank, self.targets)
+        self.rank = config.rank
         gap, name = max((rule.shortest_gap, target.name) for rule, target in zip(self._rules, self.targets))
         if 0 < config.refresh_every < gap:
             raise ConfigError(

@@ -22,6 +22,7 @@ class GaLoreStrategy(GradientStrategy):
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
         check_rank(config.rank, self.targets, both_sides=True)
+        self.rank = config.rank
         self._kept = 0
 
     def make_rule(self, target: Target) -> GaLore:

@@ -29,7 +29,13 @@ from .targeted import TargetedStrategy, usable
 
 
 class GradientStrategy(TargetedStrategy):
-    """Derive from this and give every target a rule: W <- W - alpha rule(G), alpha being the host's learning rate."""
+    """Derive from this and give every target a rule: W <- W - alpha rule(G), alpha being the host's learning rate.
+
+    Attributes:
+        rank: of the rules' states; None where they have none.
+    """
+
+    rank: int | None = None
 
     @classmethod
     def default_refresh(cls, optimizer: str) -> int:
@@ -44,12 +50,11 @@ class GradientStrategy(TargetedStrategy):
         raise NotImplementedError
 
     def coverage(self) -> Coverage:
-        cost, rank = self._cost, self.config.rank
-        return measure(self._model, self.dense, targets=self.targets, cost=cost, rank=rank, sinks="gradient")
+        return measure(self, self._model, targets=self.targets, cost=self._cost)
 
     def _cost(self, target: Target) -> Cost:
         d, k = target.rows, target.width
-        return Cost(sink=4 * d * k, moments=self.make_rule(target).state_bytes(d, k), record=0)
+        return Cost(gradient=4 * d * k, moments=self.make_rule(target).state_bytes(d, k), rank=self.rank)
 
     def columns(self, target: Target) -> int:
         return target.width

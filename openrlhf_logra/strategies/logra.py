@@ -60,13 +60,13 @@ class LograStrategy(TargetedStrategy):
         self._last_ratio: float | None = None  # |step| / |W| of the last step that was not zero
 
     def coverage(self) -> Coverage:
-        r = self.config.rank
-        projections = projection_cache_bytes(self.targets, r)
-        return measure(self._model, self.dense, targets=self.targets, cost=self._cost, rank=r, projections=projections)
+        projections = projection_cache_bytes(self.targets, self.config.rank)
+        return measure(self, self._model, targets=self.targets, cost=self._cost, projections=projections)
 
     def _cost(self, target: Target) -> Cost:
         d, r = target.rows, self.config.rank
-        return Cost(4 * d * r, moment_bytes(self.config.optimizer, d, r), record=d * (2 * r + 4))
+        factors = d * (2 * r + 4) if self.exact_updates else 0
+        return Cost(sketch=4 * d * r, moments=moment_bytes(self.config.optimizer, d, r), factors=factors, rank=r)
 
     def forward(self, index: int, input: torch.Tensor) -> torch.Tensor:
         target = self.targets[index]

@@ -1,7 +1,5 @@
 """OpenRLHF's own LoRA (`--ds.lora.rank`), with merged weights for the rollout engines (docs/strategies.md)."""
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -9,7 +7,6 @@ from ..config import ConfigError, LograConfig
 from ..train.adapters import merged_weights, stock_parameters
 from ..train.coverage import Coverage, measure
 from ..train.shards import Computed
-from ..train.targets import full_shape
 from . import register_strategy
 from .base import HostTrained
 
@@ -35,5 +32,4 @@ class LoraStrategy(HostTrained):
 
     def coverage(self) -> Coverage:
         adapters = tuple(name for name, parameter in self._model.named_parameters() if parameter.requires_grad)
-        synced = sum(torch.Size(full_shape(parameter)).numel() for parameter in self.parameters().values())
-        return replace(measure(self._model, adapters), full_sync=2 * synced)
+        return measure(self, self._model, dense=adapters)

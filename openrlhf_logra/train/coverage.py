@@ -2,38 +2,54 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from ..units import bytes_text
 from .targets import Target, full_shape
 
+if TYPE_CHECKING:
+    from ..strategies.base import Strategy
+
 PROJECTION_CACHE_BYTES = 64 << 20
-_ADAM_BYTES = 4 + 4 + 4  # of an element: master copy, two moments
+_GRADIENT_BYTES = 2  # of an element that DeepSpeed trains
+_ADAM_BYTES = 4 + 4 + 4  # of such an element: master copy, two moments
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that a strategy needs for one target: where backward adds, on every rank; its optimizer's state, on one;
-    an update's record, 0 where changed elements are sent."""
+    """What a strategy needs for one target. Sizes in bytes.
 
-    sink: int
-    moments: int
-    record: int
+    Attributes:
+        sketch, gradient: where backward adds, on every rank; a strategy has one of the two.
+        moments: its optimizer's state, on one rank.
+        factors: of an update that engines can repeat; 0 where there are none.
+        rank: of its sketch or subspace; None where there is none.
+    """
+
+    sketch: int = 0
+    gradient: int = 0
+    moments: int = 0
+    factors: int = 0
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table: the targets that share a module name and a shape, or one of the two kinds of others:
-    trained densely, frozen. Sizes in bytes, of all of them together."""
+    trained densely, frozen. Sizes in bytes, of all of them together; `optimizer` is moments and, of what DeepSpeed
+    trains, master weights; `record` is what one update sends as factors or (mode auto, where they are larger) values.
+    """
 
     module: str
     count: int
     shape: str
     rank: int | None
     weight: int
-    sink: int
-    moments: int
+    sketch: int
+    gradient: int
+    optimizer: int
     record: int
 
 
@@ -42,42 +58,64 @@ class Coverage:
     """The whole table.
 
     Attributes:
-        sinks: what backward adds up: "sketch" or "gradient".
         rows: one per kind of target, then densely trained and frozen parameters.
         parameters: number of elements of the model, tied ones once.
         sketched, dense, frozen: the three parts that add up to it.
-        full_sync: bytes of the bf16 weights that a stock sync sends.
-        dense_adam: bytes of gradient, fp32 master copy and two Adam moments of what is trained, under dense bf16
-            training.
-        dense_state: bytes of master copies and moments of the densely trained parameters, before sharding.
         projections: bytes of cached projections.
+        sync_mode: `--logra.sync.mode`.
+        full_sync: bytes of the bf16 weights that a stock sync sends.
+        compared: bytes of the copy that the sync finds changed elements with, in host memory, of all ranks together.
     """
 
-    sinks: str
     rows: tuple[Row, ...]
     parameters: int
     sketched: int
     dense: int
     frozen: int
-    full_sync: int
-    dense_adam: int
-    dense_state: int
     projections: int
+    sync_mode: str
+    full_sync: int
+    compared: int
+
+    @property
+    def dense_gradient(self) -> int:
+        """Bytes of the bf16 gradients of the densely trained parameters, before sharding."""
+        return _GRADIENT_BYTES * self.dense
+
+    @property
+    def dense_state(self) -> int:
+        """Bytes of master copies and moments of the densely trained parameters, before sharding."""
+        return _ADAM_BYTES * self.dense
+
+    @property
+    def dense_adam(self) -> int:
+        """Bytes of gradient, fp32 master copy and two Adam moments of what is trained, under dense bf16 training."""
+        return (_GRADIENT_BYTES + _ADAM_BYTES) * (self.sketched + self.dense)
 
     @property
     def record(self) -> int:
-        """Bytes of one update's record: int16 factors and float32 row scales."""
+        """Bytes that one update sends of the targets; 0 where changed elements or all weights are sent."""
         return sum(row.record for row in self.rows)
 
     @property
+    def sketch(self) -> int:
+        """Bytes of all sketches, on every rank."""
+        return sum(row.sketch for row in self.rows)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of the targets' gradients where the strategy forms them, on every rank."""
+        return sum(row.gradient for row in self.rows) - self.dense_gradient
+
+    @property
     def sink(self) -> int:
-        """Bytes of all sinks, on every rank."""
-        return sum(row.sink for row in self.rows)
+        """Bytes of where backward adds: sketches or gradients."""
+        return self.sketch + self.gradient
 
     @property
     def moments(self) -> int:
         """Bytes of the strategy's optimizer state, of all ranks together."""
-        return sum(row.moments for row in self.rows) - self.dense_state
+        return sum(row.optimizer for row in self.rows) - self.dense_state
 
     @property
     def state(self) -> int:
@@ -86,58 +124,68 @@ class Coverage:
 
 
 def measure(
+    strategy: "Strategy",
     model: nn.Module,
-    dense: tuple[str, ...] = (),
     *,
+    dense: tuple[str, ...] | None = None,
     targets: list[Target] = (),
     cost: Callable[[Target], Cost] | None = None,
-    rank: int | None = None,
-    sinks: str = "sketch",
     projections: int = 0,
 ) -> Coverage:
-    """Coverage of `model` by densely trained parameters and targets; needs shapes only, so that a model on the meta
-    device will do.
+    """Coverage of `model` by what a strategy trains; needs shapes only, so that a model on the meta device will do.
 
     Args:
-        dense: names of the densely trained parameters.
+        dense: names of the densely trained parameters of the model; the strategy's unless given.
         targets: what the strategy trains itself; `cost` says what it needs for one.
-        rank: of their sketches or subspaces.
-        sinks, projections: as in Coverage.
+        projections: bytes of cached projections.
 
     Raises:
         AssertionError: the parts do not add up to the model.
     """
+    config, dense = strategy.config, strategy.dense if dense is None else dense
     kinds: dict[tuple[str, int, int], list[Target]] = {}
     for target in targets:
         kinds.setdefault((target.name.split(".")[-2], target.rows, target.width), []).append(target)
     rows = []
     for (module, d, k), members in kinds.items():
-        one, count = cost(members[0]), len(members)
-        sizes = (2 * d * k, one.sink, one.moments, one.record)
-        rows.append(Row(module, count, f"{d} x {k}", rank, *(count * size for size in sizes)))
+        one, count, weight = cost(members[0]), len(members), 2 * d * k
+        record = {"auto": min(one.factors, weight), "factor": one.factors}.get(config.sync_mode, 0)
+        sizes = (weight, one.sketch, one.gradient, one.moments, record)
+        rows.append(Row(module, count, f"{d} x {k}", one.rank, *(count * size for size in sizes)))
     sizes = {name: _numel(full_shape(parameter)) for name, parameter in model.named_parameters()}
     names = {target.name for target in targets}
     sketched = sum(sizes[name] for name in names)
     trained = [sizes[name] for name in dense]
     frozen = [size for name, size in sizes.items() if name not in names and name not in dense]
-    dense_state = _ADAM_BYTES * sum(trained)
-    for label, others, moments in (("(dense)", trained, dense_state), ("(frozen)", frozen, 0)):
+    for label, others, gradient, adam in (
+        ("(dense)", trained, _GRADIENT_BYTES, _ADAM_BYTES),
+        ("(frozen)", frozen, 0, 0),
+    ):
         if others:
-            rows.append(Row(label, len(others), "", None, 2 * sum(others), 0, moments, 0))
+            elements = sum(others)
+            rows.append(Row(label, len(others), "", None, 2 * elements, 0, gradient * elements, adam * elements, 0))
     total = sum(sizes.values())
     assert sketched + sum(trained) + sum(frozen) == total, "sketched, dense and frozen must add up to the model"
+    synced = {name: 2 * _numel(full_shape(parameter)) for name, parameter in strategy.parameters().items()}
     return Coverage(
-        sinks=sinks,
         rows=tuple(rows),
         parameters=total,
         sketched=sketched,
         dense=sum(trained),
         frozen=sum(frozen),
-        full_sync=2 * total,
-        dense_adam=(2 + _ADAM_BYTES) * (sketched + sum(trained)),
-        dense_state=dense_state,
         projections=projections,
+        sync_mode=config.sync_mode,
+        full_sync=sum(synced.values()),
+        compared=sum(synced[name] for name in _compared(strategy)),
     )
+
+
+def _compared(strategy: "Strategy") -> tuple[str, ...]:
+    """Names of the parameters whose changes are found by comparing, as sync/trainer.py does."""
+    mode, logged = strategy.config.sync_mode, strategy.config.sync_log_dir is not None
+    if mode == "dense" and not logged:
+        return ()
+    return strategy.dense if strategy.exact_updates and mode != "sparse" else strategy.trained
 
 
 def projection_cache_bytes(targets: list[Target], rank: int) -> int:
@@ -148,40 +196,67 @@ def projection_cache_bytes(targets: list[Target], rank: int) -> int:
 
 
 def render(coverage: Coverage) -> str:
-    """The table as text, 100 columns at most."""
-    header = ("module", "count", "shape", "rank", "weight", coverage.sinks, "moments", "record")
+    """The table as text, 100 columns at most: what has no meaning for a strategy is left out."""
+    header = ("module", "count", "shape", "rank", "weight", "sketch", "gradient", "optimizer", "record")
     body = [
         (
             row.module,
             str(row.count),
             row.shape,
             "" if row.rank is None else str(row.rank),
-            *(bytes_text(size) if size else "-" for size in (row.weight, row.sink, row.moments, row.record)),
+            *(
+                bytes_text(size) if size else "-"
+                for size in (row.weight, row.sketch, row.gradient, row.optimizer, row.record)
+            ),
         )
         for row in coverage.rows
     ]
-    widths = [max(len(line[i]) for line in (header, *body)) for i in range(len(header))]
+    shown = [i for i in range(len(header)) if any(line[i] not in ("", "-") for line in body)]
+    widths = {i: max(len(line[i]) for line in (header, *body)) for i in shown}
     lines = [
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
+        "  ".join(line[i].ljust(widths[i]) if i == 0 else line[i].rjust(widths[i]) for i in shown)
         for line in (header, *body)
     ]
-    kind = "sketched" if coverage.sinks == "sketch" else "low-rank"
-    lines.append(
-        f"{kind} {coverage.sketched:,} + dense {coverage.dense:,} + frozen {coverage.frozen:,} "
-        f"= all {coverage.parameters:,} parameters"
+    parts = [
+        (coverage.sketched, "sketched" if coverage.sketch else "targets"),
+        (coverage.dense, "dense"),
+        (coverage.frozen, "frozen"),
+    ]
+    counted = " + ".join(f"{name} {count:,}" for count, name in parts if count)
+    return "\n".join(
+        [*lines, f"{counted} = all {coverage.parameters:,} parameters", *_state(coverage), _sync(coverage)]
     )
-    if coverage.sinks == "sketch":
-        states = [bytes_text(coverage.state)] * bool(coverage.sketched)
-    else:
-        states = [f"{bytes_text(coverage.sink)} of gradients on every rank"]
-        states += [f"{bytes_text(coverage.moments)} of moments spread over the ranks"]
-    states += [f"{bytes_text(coverage.dense_state)} sharded by DeepSpeed"] * bool(coverage.dense)
-    adam = bytes_text(coverage.dense_adam)
-    lines.append(f"trainer state {' + '.join(states)} (dense Adam on the same parameters {adam})")
-    synced = [f"{bytes_text(coverage.record)} an update"] * bool(coverage.record)
-    synced += ["changed elements"] * bool(coverage.dense or not coverage.record)
-    lines.append(f"sync {' + '.join(synced)} (full weights {bytes_text(coverage.full_sync)})")
-    return "\n".join(lines)
+
+
+def _state(coverage: Coverage) -> list[str]:
+    """What the trainer keeps: a line for the sum, one for each part of it, and one for what is in host memory."""
+    kept = [
+        (coverage.sketch, "sketches, on every rank"),
+        (coverage.gradient, "gradients, on every rank"),
+        (coverage.moments, "moments, each on one rank"),
+        (coverage.projections, "cached projections, on every rank"),
+        (coverage.dense_gradient, "bf16 gradients of (dense), sharded by DeepSpeed"),
+        (coverage.dense_state, "master weights and moments of (dense), sharded by DeepSpeed"),
+    ]
+    adam = f" (dense Adam on the same parameters {bytes_text(coverage.dense_adam)})" if coverage.sketched else ""
+    lines = [f"trainer state {bytes_text(sum(size for size, _ in kept))} on a single rank{adam}"]
+    lines += [f"{bytes_text(size):>10}  {what}" for size, what in kept if size]
+    if coverage.compared:
+        lines.append(
+            f"host memory {bytes_text(coverage.compared)}: a copy of weights that changed elements are found with"
+        )
+    return lines
+
+
+def _sync(coverage: Coverage) -> str:
+    """What is sent to each engine."""
+    full = bytes_text(coverage.full_sync)
+    if coverage.sync_mode == "dense":
+        return f"sync all weights, {full}"
+    sent = [f"{bytes_text(coverage.record)} an update"] * bool(coverage.record)
+    sent += ["changed elements, 2 to 4 bytes each"] * bool(coverage.compared)
+    most = f"at most the full weights, {full}" if coverage.sync_mode == "auto" else f"full weights {full}"
+    return f"sync {' + '.join(sent)} ({most})"
 
 
 def _numel(shape: tuple[int, ...]) -> int:

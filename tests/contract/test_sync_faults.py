@@ -3,10 +3,13 @@
 import pytest
 import torch
 from runtime import SHAPES, Client, Engine, Runtime
+from torch import nn
 
+from openrlhf_logra.config import LograConfig
 from openrlhf_logra.math.digest import as_matrix
 from openrlhf_logra.math.exact import Update, apply_block, quantize
 from openrlhf_logra.math.projection import Projection
+from openrlhf_logra.strategies import strategy_class
 from openrlhf_logra.sync import record as record_module
 from openrlhf_logra.sync.log import record_files
 from openrlhf_logra.sync.trainer import LograTrainerEngine, LograTrainerInitInfo, SyncError, digests_of
@@ -373,6 +376,28 @@ def test_settings_that_cannot_be_are_refused(settings, says):
     source["embed.weight"] = source["embed.weight"].float()
     with pytest.raises(ValueError, match="embed.weight is torch.float32"):
         LograTrainerEngine.trainer_init(LograTrainerInitInfo(rank=0), client=client, source=source)
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("mode", ["auto", "sparse", "dense"])
+@pytest.mark.parametrize("method, non_target", [("logra", "freeze"), ("logra", "adamw"), ("galore", "adamw")])
+def test_the_coverage_table_shows_the_copy_that_changes_are_found_with(method, non_target, mode, log, tmp_path):
+    flags = {"method": method, "non_target": non_target, "rank": 8, "target_modules": ("up_proj",), "sync_mode": mode}
+    config = LograConfig(**flags, sync_log_dir=str(tmp_path) if log else None)
+    model = nn.ModuleDict({"up_proj": nn.Linear(8, 12, bias=False), "embed": nn.Embedding(5, 8)}).bfloat16()
+    model.get_input_embeddings = lambda: model["embed"]
+    strategy = strategy_class(method)(config, model)
+    info = LograTrainerInitInfo(
+        rank=0,
+        mode=mode,
+        exact_updates=strategy.exact_updates,
+        trained=strategy.trained,
+        dense=strategy.dense,
+        log_dir=config.sync_log_dir,
+    )
+    client = Client([Engine()])
+    sender = LograTrainerEngine.trainer_init(info, client=client, source=strategy.parameters())
+    assert sender.state_bytes == strategy.coverage().compared
 
 
 def test_without_names_every_parameter_is_trained():
