@@ -10,17 +10,29 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from openrlhf_logra import __version__
+from openrlhf_logra.host import versions
 
 COMMANDS = ("train", "describe", "doctor", "report", "replay", "verify")
 # What follows these is for another program, `--help` included.
 PASSED_THROUGH = ("train",)
+# What these need of the host. (doctor looks, train has the host's own gate, and report its own extra.)
+NEEDED_BY = ("describe", "replay", "verify")
+NEEDED = ("torch", "transformers", "safetensors")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with arguments, as subcommands say everything else; the usage is in --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def build_parser(chosen: str | None = None) -> argparse.ArgumentParser:
     """The parser with every subcommand's name, and with the arguments of `chosen` alone."""
-    parser = argparse.ArgumentParser(prog="openrlhf-logra", description="LoGRA for OpenRLHF.")
+    parser = _Parser(prog="openrlhf-logra", description="LoGRA for OpenRLHF.")
     parser.add_argument("--version", action="version", version=f"openrlhf-logra {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in COMMANDS:
@@ -49,10 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     chosen = argv[0] if argv and argv[0] in COMMANDS else None
+    problem = versions.missing(NEEDED) if chosen in NEEDED_BY else None
+    if problem:
+        print(f"openrlhf-logra {chosen}: {problem}", file=sys.stderr)
+        return 2
     if chosen in PASSED_THROUGH:
         args = argparse.Namespace(command=chosen, flags=argv[1:])
     else:
-        args = build_parser(chosen).parse_args(argv)
+        parser = build_parser(chosen)
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:  # which argparse would put down to `openrlhf-logra` itself
+            parser.prog += f" {args.command}"
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         return load(args.command).run(args)
     except KeyboardInterrupt:

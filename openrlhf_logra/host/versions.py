@@ -5,6 +5,7 @@ halfway through an import of a package that does not fit.
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -50,6 +51,8 @@ PEERS = (
     Peer("ray", ("ray",), ("2.55",), "2.55", "ray[default]==2.55.0"),
     Peer("transformers", ("transformers",), ("5.15",), "5.15", "transformers==5.15.0"),
 )
+# What transformers brings, so that only a broken installation lacks it.
+SAFETENSORS = Peer("safetensors", ("safetensors",), (), "0", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,12 @@ class Finding:
 def findings() -> list[Finding]:
     """Look at every peer, in the order of `PEERS`."""
     return [_judge(peer, _installed(peer)) for peer in PEERS]
+
+
+def missing(packages: Collection[str]) -> str | None:
+    """One line that says which of these packages are not installed and what installs them, or None."""
+    looked_at = [_judge(peer, _installed(peer)) for peer in (*PEERS, SAFETENSORS) if peer.package in packages]
+    return "; ".join(_sentence(finding) for finding in looked_at if finding.status == MISSING) or None
 
 
 def gate(allow_untested: bool = False) -> str | None:

@@ -38,12 +38,55 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"openrlhf-logra {__version__}\n"
 
 
-@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["doctor", "--no-such-flag"]])
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["--no-such-flag"]])
 def test_bad_input_is_exit_code_2(argv, capsys):
     with pytest.raises(SystemExit) as stop:
         main.main(argv)
     assert stop.value.code == 2
-    assert "openrlhf-logra" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("openrlhf-logra: ") and line.endswith("see openrlhf-logra --help")
+
+
+@pytest.mark.parametrize(
+    "argv, problem",
+    [
+        (["doctor", "--no-such-flag"], "unrecognized arguments: --no-such-flag"),
+        (["describe", "--model", "m", "--logra.foo", "8"], "unrecognized arguments: --logra.foo 8"),
+        (["describe", "--model", "m", "--logra.rank", "many"], "argument --logra.rank: invalid int value: 'many'"),
+        (["replay", "--base", "m"], "the following arguments are required: --records, --step, --out"),
+    ],
+)
+def test_bad_arguments_of_a_subcommand_are_one_line(argv, problem, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main.main(argv)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"openrlhf-logra {argv[0]}: {problem}; see openrlhf-logra {argv[0]} --help\n"
+
+
+@pytest.mark.parametrize("name", main.NEEDED_BY)
+def test_what_is_not_installed_is_one_line(name, monkeypatch, capsys):
+    monkeypatch.setattr(versions, "_installed", lambda peer: None if peer.package == "safetensors" else "99")
+    assert main.main([name]) == 2
+    assert capsys.readouterr().err == (
+        f"openrlhf-logra {name}: safetensors is not installed: pip install safetensors (without a GPU: "
+        f"{versions.CPU_RECIPE})\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "argv", [["train", "--logra.enable"], ["describe"], ["doctor"], ["report", "run"], ["replay"], ["verify"]]
+)
+def test_without_any_package_there_is_no_traceback(argv):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); from openrlhf_logra.cli import main; sys.exit(main.main())"
+    )
+    command = [sys.executable, "-S", "-c", code, str(Path(main.__file__).parents[2]), *argv]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if argv == ["doctor"]:  # whose table says it
+        assert done.returncode == 1 and done.stderr == ""
+    else:
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert "pip install" in done.stderr
 
 
 def test_help_imports_no_subcommand():
