@@ -75,6 +75,14 @@ def _parse(parser: argparse.ArgumentParser, args, namespace) -> argparse.Namespa
     from ..config import ConfigError, add_flags
 
     add_flags(parser)
+    stock_error = parser.error
+
+    def error(message):
+        if "--logra." in message:
+            fail(message)  # without the usage, which is hundreds of lines
+        stock_error(message)
+
+    parser.error = error
     parsed = parser.parse_args(args, namespace)
     from . import plugin
 
