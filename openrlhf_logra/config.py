@@ -4,7 +4,10 @@ What depends on the host's own flags is refused in host/refusals.py.
 """
 
 import argparse
+import importlib
 import math
+import os
+import traceback
 from dataclasses import dataclass, field, fields
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +43,14 @@ def one_line(error: BaseException) -> str:
     """The first line of what went wrong first, or its type where it says nothing."""
     first = error.__cause__ or error
     return next(iter(str(first).splitlines()), "") or type(first).__name__
+
+
+def blamed(error: BaseException) -> str:
+    """What an error in somebody else's code says, in one line: its type, its words, and which line of that code."""
+    ours = (os.path.dirname(__file__) + os.sep, os.path.dirname(importlib.__file__) + os.sep, "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f" ({frame.filename}:{frame.lineno})" for frame in frames if not frame.filename.startswith(ours)]
+    return f"{type(error).__name__}: {one_line(error)}{''.join(places[:1])}"
 
 
 def _flag(name: str, default: Any, help: str, **options: Any) -> Any:
@@ -196,10 +207,11 @@ class LograConfig:
     def __post_init__(self):
         try:
             strategy = strategy_class(self.method)
+            refresh_every = strategy.default_refresh(self.optimizer)
         except Exception as error:
-            raise ConfigError(f"--logra.method {self.method}: cannot be loaded: {one_line(error)}") from error
+            raise ConfigError(f"--logra.method {self.method}: cannot be loaded: {blamed(error)}") from error
         if self.refresh_every is None:
-            object.__setattr__(self, "refresh_every", strategy.default_refresh(self.optimizer))
+            object.__setattr__(self, "refresh_every", refresh_every)
         if self.norm_growth_limit is None:
             object.__setattr__(self, "norm_growth_limit", strategy.default_growth_limit)
         object.__setattr__(self, "target_modules", tuple(self.target_modules))

@@ -20,19 +20,24 @@ def register_strategy(name: str) -> Callable[[type], type]:
 
     Raises:
         ValueError: another class has the name, or it is a built-in one's.
-        TypeError: the class is no Strategy.
+        TypeError: the class is no Strategy, or one that cannot be called as the host calls them.
     """
 
     def register(cls: type) -> type:
-        from .base import Strategy
+        from .base import Strategy, full_name, misfit
 
         if not (isinstance(cls, type) and issubclass(cls, Strategy)):
             raise TypeError(f"strategy {name!r}: {getattr(cls, '__qualname__', cls)} does not derive from Strategy")
         if _BUILT_IN.get(name, cls.__module__) != cls.__module__:
-            raise ValueError(f"strategy {name!r} is a built-in one already")
-        known = _registered.setdefault(name, cls)
-        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"strategy {name!r} is {known.__module__}.{known.__qualname__} already")
+            raise ValueError(f"strategy {name!r} is a built-in one already; give {full_name(cls)} another name")
+        known = _registered.get(name, cls)
+        if full_name(known) != full_name(cls):
+            raise ValueError(f"strategy {name!r} is {full_name(known)} already; give {full_name(cls)} another name")
+        problems = (misfit(cls, base) for base in cls.__mro__ if base.__module__.startswith(f"{__name__}."))
+        problem = next(filter(None, problems), None)
+        if problem:
+            raise TypeError(f"strategy {name!r}: {full_name(cls)} {problem}")
+        _registered.setdefault(name, cls)
         return cls
 
     return register

@@ -10,6 +10,7 @@ and no rank can drift apart.
 import copy
 import math
 import time
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..train.ranks import gathered_on_rank_0, of_rank_0, rank, share_bits, sum_o
 from ..train.shards import apply_update, squared_norm
 from ..train.step import Proposal, StepOutcome
 from ..train.targets import Target
+from .base import full_name, misfit
 from .targeted import TargetedStrategy, usable
 
 
@@ -44,10 +46,14 @@ class GradientStrategy(TargetedStrategy):
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
         self._rules = [self.make_rule(target) for target in self.targets]
+        for rule in self._rules:
+            problem = misfit(type(rule), MatrixRule)
+            if problem:
+                raise TypeError(f"its rule {full_name(type(rule))} {problem}")
 
+    @abstractmethod
     def make_rule(self, target: Target) -> MatrixRule:
         """What turns the target's gradients into steps."""
-        raise NotImplementedError
 
     def coverage(self) -> Coverage:
         return measure(self, self._model, targets=self.targets, cost=self._cost)

@@ -1,5 +1,6 @@
 """What strategies share that train the weights of some linear modules by themselves."""
 
+from abc import abstractmethod
 from functools import partial
 
 import torch
@@ -48,9 +49,9 @@ class TargetedStrategy(Strategy):
             target.module.forward = partial(self.forward, index)
         self._add_anchor()
 
+    @abstractmethod
     def forward(self, index: int, input: torch.Tensor) -> torch.Tensor:
         """Target number `index` applied to `input`; a backward pass adds to its sink."""
-        raise NotImplementedError
 
     def _add_anchor(self) -> None:
         # Where all else is frozen, DeepSpeed would not start, and nothing would flow back to the first target.
@@ -62,9 +63,9 @@ class TargetedStrategy(Strategy):
         ignored = [name for name, parameter in self._model.named_parameters() if parameter is anchor]
         self._model._keys_to_ignore_on_save = [*(self._model._keys_to_ignore_on_save or ()), *ignored]
 
+    @abstractmethod
     def columns(self, target: Target) -> int:
         """Columns of the target's sink."""
-        raise NotImplementedError
 
     def bind(self, device: torch.device) -> None:
         """Allocate the sinks: parts of one float32 buffer, on the trainer's device."""

@@ -1,10 +1,12 @@
 """The registry: names, entry points of other packages, and what it refuses."""
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import fields
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from toy import Toy, batch, loss_of
 from openrlhf_logra import strategies
 from openrlhf_logra.config import ConfigError, LograConfig
 from openrlhf_logra.strategies import register_strategy, strategy_class, strategy_names
-from openrlhf_logra.strategies.base import Strategy
+from openrlhf_logra.strategies.base import Strategy, make_strategy
+from openrlhf_logra.strategies.gradient import GradientStrategy
+from openrlhf_logra.strategies.targeted import TargetedStrategy
 
+PAGE = Path(__file__).parents[2] / "docs" / "strategies.md"
 BUILT_IN = ("logra", "galore", "fira", "flora", "lora", "dense")
 MODULE = """
 from openrlhf_logra.strategies import register_strategy
@@ -87,6 +92,114 @@ def test_a_package_that_brings_none_is_named(package, source, words):
     with pytest.raises(ConfigError, match=words) as error:
         LograConfig(method="lion").validate()
     assert "--logra.method lion" in str(error.value) and "\n" not in str(error.value)
+
+
+HEAD = """
+from openrlhf_logra.strategies import register_strategy
+from openrlhf_logra.strategies.base import HostTrained, Strategy
+from openrlhf_logra.strategies.dense import DenseStrategy
+from openrlhf_logra.strategies.gradient import GradientStrategy
+from openrlhf_logra.strategies.targeted import TargetedStrategy
+
+class Rule:
+    def step(self, gradient): ...
+    def state_bytes(self, rows, cols): return 0
+
+@register_strategy("lion")
+"""
+DENSE = "class Lion(DenseStrategy):\n    "
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("class Lion(Strategy): pass", r"Lion has no method coverage"),
+        (
+            "class Lion(TargetedStrategy):\n    def coverage(self): ...",
+            r"Lion has no method (forward|columns|propose)",
+        ),
+        ("class Lion(GradientStrategy): pass", r"Lion has no method make_rule"),
+        (
+            f"{DENSE}def commit(self, alpha): ...",
+            r"Lion has commit\(self, alpha\), called as commit\(self, proposal, alpha\)",
+        ),
+        (
+            f"{DENSE}def default_refresh(self, optimizer): ...",
+            r"Lion has default_refresh\(self, optimizer\), called as",
+        ),
+        (f"{DENSE}state_dict = None", r"Lion has no method state_dict"),
+        (
+            f"{DENSE}pass\n@register_strategy('lion')\nclass Puma(Lion): pass",
+            r"'lion' is \S+Lion already; give \S+Puma another",
+        ),
+        ("Lion = None", "SyntaxError: invalid syntax .*somebodys_lion.py, line"),
+        (f"{DENSE}pass\n1 / 0", r"ZeroDivisionError: division by zero \(\S+somebodys_lion.py:\d+\)"),
+        (
+            f"{DENSE}@classmethod\n    def default_refresh(cls, optimizer): return {{}}[optimizer]",
+            "KeyError: 'row_adam'",
+        ),
+    ],
+)
+def test_a_class_that_cannot_be_called_is_named(package, source, words):
+    package("lion", source=HEAD + source)
+    with pytest.raises(ConfigError, match=words) as error:
+        LograConfig(method="lion")
+    assert str(error.value).startswith("--logra.method lion: cannot be loaded: ") and "\n" not in str(error.value)
+    assert "somebodys_lion" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        (f"{DENSE}def __init__(self): ...", r"TypeError: Lion.__init__\(\) takes 1 positional argument"),
+        (f"{DENSE}def __init__(self, config, model): 1 / 0", r"ZeroDivisionError: .* \(\S+somebodys_lion.py:\d+\)"),
+        ("class Lion(HostTrained):\n    def coverage(self): ...", "AttributeError: .* no attribute 'trained'"),
+        (f"{DENSE}def coverage(self): return None", "AttributeError: 'NoneType'"),
+        (f"{DENSE}def parameters(self): return {{}}", "`trained` names embed_tokens.weight, which is none of"),
+        (f"{DENSE}trained = property(lambda self: (), lambda self, value: None)", "`dense` names embed_tokens.weight"),
+        (f"{DENSE}can_probe = True", "`can_probe` needs a method along"),
+        ("class Lion(GradientStrategy):\n    def make_rule(self): ...", "Lion has make_rule"),
+        (
+            "class Lion(GradientStrategy):\n    def make_rule(self, target): return 1",
+            "its rule builtins.int has no method step",
+        ),
+        (
+            "class Lion(GradientStrategy):\n    def make_rule(self, target): return Rule()",
+            r"its rule somebodys_lion.Rule has step\(self, gradient\), called as step\(self, gradient, state\)",
+        ),
+    ],
+)
+def test_a_class_that_fails_on_a_model_is_named(package, source, words):
+    package("lion", source=HEAD + source)
+    with torch.device("meta"):
+        model = Toy()
+    with pytest.raises(ConfigError, match=words) as error:
+        make_strategy(LograConfig(method="lion", rank=8, target_modules=("up_proj",)), model)
+    assert str(error.value).startswith("--logra.method lion: ") and "\n" not in str(error.value)
+    assert "somebodys_lion.Lion" in str(error.value)
+
+
+def test_the_page_names_what_is_obligatory():
+    for cls in (Strategy, TargetedStrategy, GradientStrategy):
+        (named,) = re.findall(rf"^\| `{cls.__name__}` \(.*?\) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+        assert set(re.findall(r"`(\w+)`", named)) == cls.__abstractmethods__
+
+
+def test_the_example_of_the_page(package):
+    (source,) = re.findall(r"```python\n(.*?@register_strategy.*?)```", PAGE.read_text(), re.DOTALL)
+    package("sign", source=source)
+    with torch.device("meta"):
+        model = Toy()
+    strategy = make_strategy(LograConfig(method="sign", target_modules=("up_proj",)), model)
+    assert strategy.trained == ("layers.0.up_proj.weight", "layers.1.up_proj.weight")
+
+
+@pytest.mark.parametrize("method", [name for name in BUILT_IN if name != "lora"])
+def test_the_built_in_ones_pass(method):
+    with torch.device("meta"):
+        model = Toy()
+    strategy = make_strategy(LograConfig(method=method, rank=8, target_modules=("up_proj",)), model)
+    assert type(strategy) is strategy_class(method)
 
 
 def test_defaults_are_the_strategys():
