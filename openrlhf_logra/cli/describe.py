@@ -22,13 +22,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the coverage table. Returns 2 after one line on stderr when model or flags cannot work."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from openrlhf_logra.host.models import load_skeleton
-    from openrlhf_logra.strategies import strategy_class
+    from openrlhf_logra.host.refusals import check_method
+    from openrlhf_logra.train.callbacks import load_callbacks
     from openrlhf_logra.train.coverage import render
 
+    sys.path.insert(0, os.getcwd())  # as for training: where callbacks may be
     try:
         config = from_flat(args)
         config.validate()
-        strategy = strategy_class(config.method)(config, load_skeleton(args.model, flag="--model"))
+        load_callbacks(config.callbacks)
+        strategy = check_method(config, load_skeleton(args.model, flag="--model"), f"--model {args.model}")
     except ConfigError as error:
         print(f"openrlhf-logra describe: {error}", file=sys.stderr)
         return 2

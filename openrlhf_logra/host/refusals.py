@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from torch import nn
 
 from ..config import ConfigError, LograConfig, one_line
-from ..strategies import strategy_class
+from ..strategies.base import Strategy, make_strategy
 from ..sync.log import record_files
 from ..train.callbacks import load_callbacks
 from .models import load_skeleton, looks_local
@@ -140,7 +140,16 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
     model = load_skeleton(path)
     if config.method == "lora":
         model = _with_adapters(model, args)
-    strategy = strategy_class(config.method)(config, model)
+    check_method(config, model, f"--actor.model_name_or_path {path}")
+
+
+def check_method(config: LograConfig, model: nn.Module, named: str) -> Strategy:
+    """The strategy for a model, `named` by flag and value, whose predicted KL can be controlled if it is to be.
+
+    Raises:
+        ConfigError: there can be none.
+    """
+    strategy = make_strategy(config, model)
     head = model.get_output_embeddings()
     if (
         config.controls_kl
@@ -153,9 +162,9 @@ def _check_model(args: SimpleNamespace, config: LograConfig) -> None:
         )
     if config.controls_kl and hasattr(model.config, "vision_config"):
         raise ConfigError(
-            f"--actor.model_name_or_path {path}: predicted-KL control does not pass images through the model yet; add "
-            "--logra.kl.disable"
+            f"{named}: predicted-KL control does not pass images through the model yet; add --logra.kl.disable"
         )
+    return strategy
 
 
 def _with_adapters(model: nn.Module, args: SimpleNamespace) -> nn.Module:

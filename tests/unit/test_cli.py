@@ -89,6 +89,41 @@ def test_without_any_package_there_is_no_traceback(argv):
         assert "pip install" in done.stderr
 
 
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A model's directory without weights, beside a module with callbacks, in the working directory."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    LlamaConfig(vocab_size=64, **sizes).save_pretrained(tmp_path / "model")
+    source = "from openrlhf_logra.train.callbacks import Callback\nclass Mine(Callback): ...\nclass Other: ...\n"
+    (tmp_path / "somebodys_callbacks.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    yield "model"
+    sys.modules.pop("somebodys_callbacks", None)
+
+
+@pytest.mark.parametrize(
+    "flags, problem",
+    [
+        (["--logra.callbacks", "somebodys_callbacks:Mine"], None),
+        (["--logra.callbacks", "somebodys_callbacks:Other"], "somebodys_callbacks:Other: must derive from"),
+        (["--logra.callbacks", "nowhere:Nothing"], "nowhere:Nothing: cannot be made: No module named 'nowhere'"),
+        (["--logra.target_modules", "lm_head"], "predicted-KL control measures the policy at the output head's input"),
+        (["--logra.target_modules", "lm_head", "--logra.kl.disable"], None),
+    ],
+)
+def test_describe_refuses_what_training_refuses(model, flags, problem, capsys):
+    assert main.main(["describe", "--model", model, "--logra.rank", "8", *flags]) == (2 if problem else 0)
+    printed = capsys.readouterr()
+    if problem:
+        assert printed.out == "" and len(printed.err.splitlines()) == 1
+        assert printed.err.startswith(f"openrlhf-logra describe: {flags[0]}") and problem in printed.err
+    else:
+        assert "trainer state" in printed.out and printed.err == ""
+
+
 def test_help_imports_no_subcommand():
     code = (
         "import sys\nfrom openrlhf_logra.cli import main\n"
