@@ -23,17 +23,6 @@ DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 PROBES = ("auto", "jvp", "fd")
 SYNC_MODES = ("auto", "factor", "sparse", "dense")
 
-# Flags that built-in methods make no use of, beside those of predicted KL.
-_UNUSED = {
-    **dict.fromkeys(("galore", "fira"), ("distribution", "optimizer", "update_ratio")),
-    "flora": ("optimizer", "beta2", "eps", "update_ratio"),
-    **dict.fromkeys(
-        ("lora", "dense"),
-        ("rank", "seed", "distribution", "refresh_every", "target_modules", "optimizer", "beta1", "beta2", "eps")
-        + ("update_ratio", "non_target", "rounding"),
-    ),
-}
-
 
 class ConfigError(ValueError):
     """A flag, or a combination of flags, that cannot work. The message is one line: what, where, what to do."""
@@ -224,8 +213,9 @@ class LograConfig:
 
     @property
     def unused_flags(self) -> tuple[str, ...]:
-        """Flags, without "--logra.", that the method makes no use of; of another package's, as far as can be known."""
-        return () if strategy_class(self.method).can_probe else ("kl.*", *_UNUSED.get(self.method, ()))
+        """Flags, without "--logra.", that the method makes no use of; of another package's, where it says so."""
+        strategy = strategy_class(self.method)
+        return strategy.unused_flags if strategy.can_probe else ("kl.*", *strategy.unused_flags)
 
     def direction(self) -> DirectionConfig:
         """The constants of the direction."""

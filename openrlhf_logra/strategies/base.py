@@ -34,6 +34,8 @@ class Strategy(ABC):
         sizes_steps: whether `alpha` sizes the step; False where the host's own optimizer takes it.
         can_probe: whether predicted KL can be measured: the strategy has `along`.
         version: number of updates applied.
+        unused_flags: flags, without "--logra.", that the class makes no use of, beside those of predicted KL where it
+            cannot be probed: a run names them.
         default_growth_limit: where `--logra.norm_growth_limit` is not given; None where there is nothing to limit.
         state_bytes: bytes of trainer state that this rank keeps, DeepSpeed's own apart.
     """
@@ -43,6 +45,7 @@ class Strategy(ABC):
     exact_updates: bool = False
     sizes_steps: bool = False
     can_probe: bool = False
+    unused_flags: tuple[str, ...] = ()
     default_growth_limit: float | None = None
     state_bytes: int = 0
 
@@ -134,6 +137,11 @@ class Strategy(ABC):
 
 class HostTrained(Strategy):
     """The host's own optimizer trains; updates are counted, and their changes synchronised."""
+
+    unused_flags = (
+        *("rank", "seed", "distribution", "refresh_every", "target_modules", "optimizer", "beta1", "beta2", "eps"),
+        *("update_ratio", "non_target", "rounding"),
+    )
 
     def propose(self, max_norm: float, dense_norm: float = 0.0) -> Proposal:
         return Proposal(finite=True)

@@ -14,6 +14,8 @@ from .gradient import GradientStrategy
 class FloraStrategy(GradientStrategy):
     """math/flora.py's rule on every target, with LoGRA's projections."""
 
+    unused_flags = ("optimizer", "beta2", "eps", "update_ratio")
+
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
         check_rank(config.rank, self.targets)

@@ -19,6 +19,8 @@ class GaLoreStrategy(GradientStrategy):
     """math/subspace.py's GaLore on every target. Bases that could not be renewed, so that old ones stay in use, are
     counted in `logra/kept_bases`; the first ones are told of."""
 
+    unused_flags = ("distribution", "optimizer", "update_ratio")
+
     def __init__(self, config: LograConfig, model: nn.Module):
         super().__init__(config, model)
         check_rank(config.rank, self.targets, both_sides=True)
