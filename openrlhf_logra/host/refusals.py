@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from torch import nn
 
 from ..config import ConfigError, LograConfig, one_line
-from ..strategies.base import Strategy, make_strategy
+from ..strategies.base import Strategy
+from ..strategies.checks import make_strategy
 from ..sync.log import record_files
 from ..train.callbacks import load_callbacks
 from .models import load_skeleton, looks_local

@@ -24,7 +24,8 @@ def register_strategy(name: str) -> Callable[[type], type]:
     """
 
     def register(cls: type) -> type:
-        from .base import Strategy, full_name, misfit
+        from .base import Strategy
+        from .checks import full_name, misfit
 
         if not (isinstance(cls, type) and issubclass(cls, Strategy)):
             raise TypeError(f"strategy {name!r}: {getattr(cls, '__qualname__', cls)} does not derive from Strategy")

@@ -1,6 +1,5 @@
 """What every strategy is: the few calls that the host makes, in this order."""
 
-import inspect
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -8,11 +7,10 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from ..config import ConfigError, LograConfig, blamed, flag_of
-from ..train.coverage import Coverage, render
+from ..config import ConfigError, LograConfig, flag_of
+from ..train.coverage import Coverage
 from ..train.shards import Computed
 from ..train.step import Proposal, StepOutcome
-from . import strategy_class
 
 
 class Strategy(ABC):
@@ -149,58 +147,6 @@ class HostTrained(Strategy):
     def commit(self, proposal: Proposal, alpha: float | None) -> StepOutcome:
         self.version += 1
         return StepOutcome(updates=(), skipped=False, version=self.version)
-
-
-def make_strategy(config: LograConfig, model: nn.Module) -> Strategy:
-    """The strategy of `--logra.method` for a model on the meta device, asked for what a trainer needs at its start.
-
-    Raises:
-        ConfigError: flags and model do not fit, or the class is at fault; the message names it and the place.
-    """
-    cls = strategy_class(config.method)
-    try:
-        strategy = cls(config, model)
-        _check_claims(strategy)
-        render(strategy.coverage())
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"--logra.method {config.method}: {full_name(cls)} fails: {blamed(error)}") from error
-    return strategy
-
-
-def _check_claims(strategy: Strategy) -> None:
-    """Raise ValueError where attributes contradict methods or each other."""
-    known, trained = strategy.parameters(), set(strategy.trained)
-    strange = [name for name in strategy.trained if name not in known]
-    if strange:
-        raise ValueError(f"`trained` names {strange[0]}, which is none of `parameters()`")
-    untold = [name for name in strategy.dense if name not in trained]
-    if untold:
-        raise ValueError(f"`dense` names {untold[0]}, which is not in `trained`")
-    if strategy.can_probe and type(strategy).along is Strategy.along:
-        raise ValueError("`can_probe` needs a method along")
-
-
-def misfit(cls: type, base: type) -> str | None:
-    """The first public method of `base` that a class lacks or cannot be called with the same arguments, or None."""
-    for name in vars(base):
-        expected, found = getattr(base, name), getattr(cls, name, None)
-        if name.startswith("_") or not inspect.isroutine(expected):
-            continue
-        if not callable(found) or getattr(found, "__isabstractmethod__", False):
-            return f"has no method {name}"
-        arguments, taken = inspect.signature(expected).parameters, inspect.signature(found)
-        try:
-            taken.bind(*arguments)
-        except TypeError:
-            return f"has {name}({', '.join(taken.parameters)}), called as {name}({', '.join(arguments)})"
-    return None
-
-
-def full_name(cls: type) -> str:
-    """Module and name of a class."""
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 # Flags that do not enter the mathematics may change at a resume.

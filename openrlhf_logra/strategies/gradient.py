@@ -26,7 +26,7 @@ from ..train.ranks import gathered_on_rank_0, of_rank_0, rank, share_bits, sum_o
 from ..train.shards import apply_update, squared_norm
 from ..train.step import Proposal, StepOutcome
 from ..train.targets import Target
-from .base import full_name, misfit
+from .checks import full_name, misfit
 from .targeted import TargetedStrategy, usable
 
 

@@ -17,7 +17,8 @@ from toy import Toy, batch, loss_of
 from openrlhf_logra import strategies
 from openrlhf_logra.config import ConfigError, LograConfig
 from openrlhf_logra.strategies import register_strategy, strategy_class, strategy_names
-from openrlhf_logra.strategies.base import Strategy, make_strategy
+from openrlhf_logra.strategies.base import Strategy
+from openrlhf_logra.strategies.checks import make_strategy
 from openrlhf_logra.strategies.gradient import GradientStrategy
 from openrlhf_logra.strategies.targeted import TargetedStrategy
 
