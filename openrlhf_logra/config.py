@@ -18,10 +18,10 @@ from .math.kl import KLSettings
 from .math.limiter import check_limit
 from .math.projection import DISTRIBUTIONS
 from .strategies import strategy_class, strategy_names
+from .sync.modes import SYNC_MODES
 
 DEFAULT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PROBES = ("auto", "jvp", "fd")
-SYNC_MODES = ("auto", "factor", "sparse", "dense")
 
 
 class ConfigError(ValueError):

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
-from ..config import SYNC_MODES
 from ..math.digest import MASK64, matrix_shape, signed64, total_digest
 from ..math.exact import Update
+from ..train.ranks import world_size
 from ..train.shards import digest, gathered
 from ..train.targets import full_shape
 from .log import RecordLog
+from .modes import SYNC_MODES, by_factors, compared, keeps_records
 from .record import dense_record, encode, grouped, sparse_record
 from .stream import Position, RecordStream
 from .worker import BACKEND
@@ -148,7 +149,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
         self._log: RecordLog | None = None
         self._position = Position(**init_info.state) if init_info.state else Position(run=secrets.token_hex(8))
         self._shared(self._open_log)
-        self._stream = self._make_stream() if init_info.mode != "dense" or init_info.log_dir else None
+        self._stream = self._make_stream() if keeps_records(init_info.mode, bool(init_info.log_dir)) else None
 
     @classmethod
     def trainer_init(cls, init_info, *, client, source=None):
@@ -160,17 +161,17 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
             self._log = RecordLog(self._info.log_dir, self._position.run, self._position.parent, self._version)
 
     def _make_stream(self) -> RecordStream:
-        by_factors = self._info.exact_updates and self._info.mode != "sparse"
+        info, logged = self._info, bool(self._info.log_dir)
         return RecordStream(
             self._position,
             self._version,
             parameters=self._parameters,
-            compared=self._info.dense if by_factors else self._info.trained,
-            by_factors=by_factors,
-            refresh_every=self._info.refresh_every,
+            compared=compared(info.mode, logged, info.exact_updates, trained=info.trained, dense=info.dense),
+            by_factors=by_factors(info.mode, info.exact_updates),
+            refresh_every=info.refresh_every,
             # A queue larger than the model is of no use; in mode factor it was asked for.
-            limit=sys.maxsize if self._info.mode == "factor" else self._dense_bytes,
-            every_version=self._info.log_dir is not None,
+            limit=sys.maxsize if info.mode == "factor" else self._dense_bytes,
+            every_version=logged,
             log=self._log,
             is_sender=self.is_sender,
         )
@@ -509,10 +510,10 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
                     raise error
                 result[0] = compute()
             except Exception as error:
-                if not _several_ranks():
+                if world_size() == 1:
                     raise
                 result[1] = f"{type(error).__name__}: {error}"
-        if _several_ranks():
+        if world_size() > 1:
             dist.broadcast_object_list(result, src=0)
         if result[1] is not None:
             raise SyncError(f"LoGRA sync to version {self._version} failed on the sender: {result[1]}")
@@ -522,7 +523,7 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
 def digests_of(parameters: dict[str, torch.Tensor]) -> dict[str, int]:
     """Digest of every parameter, complete on every rank. A collective over the trainer's ranks."""
     values = [digest(name, parameter) for name, parameter in parameters.items()]
-    if _several_ranks():
+    if world_size() > 1:
         device = next(iter(parameters.values())).device
         sums = torch.tensor([signed64(value) for value in values], dtype=torch.int64, device=device)
         dist.all_reduce(sums)
@@ -548,7 +549,3 @@ def _check(info: LograTrainerInitInfo, parameters: dict[str, torch.Tensor]) -> N
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _several_ranks() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from ..sync.modes import compared
 from ..units import bytes_text
 from .targets import Target, full_shape
 
@@ -167,6 +168,13 @@ def measure(
     total = sum(sizes.values())
     assert sketched + sum(trained) + sum(frozen) == total, "sketched, dense and frozen must add up to the model"
     synced = {name: 2 * _numel(full_shape(parameter)) for name, parameter in strategy.parameters().items()}
+    found_by_comparing = compared(
+        config.sync_mode,
+        bool(config.sync_log_dir),
+        strategy.exact_updates,
+        trained=strategy.trained,
+        dense=strategy.dense,
+    )
     return Coverage(
         rows=tuple(rows),
         parameters=total,
@@ -176,16 +184,8 @@ def measure(
         projections=projections,
         sync_mode=config.sync_mode,
         full_sync=sum(synced.values()),
-        compared=sum(synced[name] for name in _compared(strategy)),
+        compared=sum(synced[name] for name in found_by_comparing),
     )
-
-
-def _compared(strategy: "Strategy") -> tuple[str, ...]:
-    """Names of the parameters whose changes are found by comparing, as sync/trainer.py does."""
-    mode, logged = strategy.config.sync_mode, strategy.config.sync_log_dir is not None
-    if mode == "dense" and not logged:
-        return ()
-    return strategy.dense if strategy.exact_updates and mode != "sparse" else strategy.trained
 
 
 def projection_cache_bytes(targets: list[Target], rank: int) -> int:

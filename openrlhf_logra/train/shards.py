@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ..math.digest import digest_flat
 from ..math.exact import Update, apply_block, apply_flat
-from .ranks import share_bits
+from .ranks import share_bits, world_size
 from .targets import full_shape
 
 _TILE_ELEMENTS = 1 << 20
@@ -49,12 +49,12 @@ def apply_update(parameter: torch.Tensor, update: Update) -> None:
 def share_owned_bits(parameter: torch.Tensor) -> None:
     """Make every rank's copy of W the owner's: rank 0's where ranks hold it whole; a partition has one owner already.
     A collective."""
-    if not (dist.is_initialized() and dist.get_world_size() > 1):
+    if world_size() == 1:
         return
     if not is_partitioned(parameter):
         dist.broadcast(parameter.data.view(torch.uint8), src=0)
     elif _is_gathered(parameter):
-        partitions = [torch.empty_like(parameter.ds_tensor.data) for _ in range(dist.get_world_size())]
+        partitions = [torch.empty_like(parameter.ds_tensor.data) for _ in range(world_size())]
         dist.all_gather(partitions, parameter.ds_tensor.data, group=parameter.ds_process_group)
         parameter.data.copy_(torch.cat(partitions)[: parameter.ds_numel].view(parameter.ds_shape))
 
