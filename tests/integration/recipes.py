@@ -286,7 +286,7 @@ def updates_per_sync(flags: Flags) -> int:
 def overrides_of(name: str, places: dict[str, object]) -> Flags:
     """What is overridden of a recipe; a flag that it does not have is not added."""
     shipped = parse(SHIPPED[name])
-    chosen = {**COMMON, **places, **RECIPES[name].overrides}
+    chosen = {**COMMON, **RECIPES[name].overrides, **places}
     return {flag: (str(value),) for flag, value in chosen.items() if flag in shipped}
 
 

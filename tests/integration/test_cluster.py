@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 from raylets import Raylets
-from training import LOGRA_FLAGS, Finished, digest_of_checkpoint, run, stock_flags
+from recipe_runs import check_run, places_of
+from training import LOGRA_FLAGS, Finished, run, stock_flags
 
 import openrlhf_logra
 from openrlhf_logra.host import nodes
+from recipes import command
+
+RECIPE, PER_NODE = "train_dapo_ray_hybrid_engine", {"nodes": 2, "gpus_per_node": 1}
 
 # A job's hook, which says in which processes it ran and what the job's variable was there.
 JOB_HOOK = """
@@ -26,11 +30,11 @@ def setup():
 
 @pytest.fixture(scope="module")
 def raylets() -> Iterator[Raylets]:
-    """Two nodes, of two logical GPUs and of one. (Not in pytest's folder: sockets need short names.)"""
+    """Two nodes, of one logical GPU each. (Not in pytest's folder: sockets need short names.)"""
     with tempfile.TemporaryDirectory(prefix="logra-") as folder:
         started = Raylets(Path(folder))
         try:
-            started.start_head("first", gpus=2)
+            started.start_head("first", gpus=1)
             started.add("second")
             yield started
         finally:
@@ -38,7 +42,7 @@ def raylets() -> Iterator[Raylets]:
 
 
 def places(raylets: Raylets, finished: Finished) -> dict[str, list[str]]:
-    """Of each actor class of ours, on which nodes its actors were."""
+    """Of each class of actors that the plugin is in, on which nodes they were."""
     from ray.util.state import list_actors, list_nodes
 
     names = {node.node_id: node.node_name for node in list_nodes(address=raylets.dashboard)}
@@ -49,8 +53,9 @@ def places(raylets: Raylets, finished: Finished) -> dict[str, list[str]]:
     return found
 
 
-def test_a_job_trains_over_both_nodes(raylets, tiny_model, tmp_path):
-    """Through `ray job submit`, with a runtime environment that names what OpenRLHF's and ours do too."""
+def test_a_job_trains_over_both_nodes(raylets, tmp_path):
+    """A recipe through `ray job submit`, with a runtime environment that names what OpenRLHF's and ours do too. Its
+    engine, of two workers, is on both nodes as well."""
     work, hooked = tmp_path / "work", tmp_path / "hooked"
     work.mkdir()
     hooked.mkdir()
@@ -58,20 +63,19 @@ def test_a_job_trains_over_both_nodes(raylets, tiny_model, tmp_path):
     variables = {"NCCL_DEBUG": "INFO", "HOOKED": str(hooked), "RAY_DEDUP_LOGS": "0"}
     job = {"working_dir": str(work), "worker_process_setup_hook": "job_hook.setup", "env_vars": variables}
     submit = raylets.submit("--runtime-env-json", json.dumps(job))
-    flags = [*stock_flags(tiny_model, tmp_path, ranks=1, steps=2, **{"--actor.num_nodes": 2}), *LOGRA_FLAGS]
-    finished = run(flags, tmp_path, program=[*submit, sys.executable, "-m", "openrlhf.cli.train_ppo_ray"])
-    assert finished.code == 0, finished.output[-5000:]
-
-    assert [step.version for step in finished.steps] == [2, 4]
-    assert all(step.digest and "sync factor" in step.line for step in finished.steps)
-    assert finished.steps[-1].digest == digest_of_checkpoint(tmp_path / "model")
+    nodes_of = {f"--{model}.num_{what}": n for model in ("actor", "ref") for what, n in PER_NODE.items()}
+    flags = [*command(RECIPE, {**places_of(RECIPE, tmp_path), **nodes_of}), *LOGRA_FLAGS]
+    program = [*submit, sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
+    finished = run(flags, tmp_path, timeout=900, program=program)
+    check_run(RECIPE, finished, tmp_path)
 
     where = places(raylets, finished)
-    assert sorted(where["LograPolicyModelActor"]) == ["first", "second"], where
+    for spread in ("LograPolicyModelActor", "RayWorkerWrapper"):  # the latter is vLLM's
+        assert sorted(where[spread]) == ["first", "second"], where
     assert len(where["LograRolloutRayActor"]) == 1
 
     roles = [role for role, _ in finished.roles()]
-    assert sorted(roles) == sorted(["driver", *["trainer actor"] * 2, "rollout actor", *["vLLM process"] * 2])
+    assert sorted(roles) == sorted(["driver", *["trainer actor"] * 2, "rollout actor", *["vLLM process"] * 4])
     actors = {pid for role, pid in finished.roles() if role in ("trainer actor", "rollout actor")}
     values = {path.name: path.read_text() for path in hooked.iterdir()}
     assert actors <= set(values) and set(values.values()) == {"INFO"}

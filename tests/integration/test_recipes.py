@@ -1,19 +1,16 @@
 """The recipes that OpenRLHF ships, scaled down, with --logra.enable: accepted, and run to bit-identical weights."""
 
 import json
-import re
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import FULL
-from models import make_architecture, make_reward_model, make_vision_language_model
 from raylets import Raylets
-from training import LOGRA_FLAGS, Finished, check_flags, digest_of_checkpoint, run
+from recipe_runs import check_run, places_of
+from training import LOGRA_FLAGS, Finished, check_flags, run
 
-from openrlhf_logra.host.models import load_model, weights_of
-from openrlhf_logra.math.digest import as_matrix, digest_block, total_digest
 from recipes import (
     CORRECTIONS,
     OVERRIDABLE,
@@ -26,56 +23,8 @@ from recipes import (
     updates_per_sync,
 )
 
-STANDARD = (
-    "train_dapo_ray_hybrid_engine",
-    "train_ppo_ray_hybrid_engine",
-    "train_reinforce_baseline_ray_agent_async",
-)
-ENVIRONMENT = Path(__file__).with_name("recipe_environment.py")
-ROLLOUTS = 2
-
-
-def write_prompts(path: Path, count: int, easy: int, image: Path | None = None) -> Path:
-    """`count` prompts in every form that a recipe reads, and `easy` ones in front that filtering leaves out."""
-    lines = []
-    for i in range(easy + count):
-        prompt = f"{'easy' if i < easy else 'say'} {i:02d} "
-        line = {"context_messages": [{"role": "user", "content": prompt}], "prompt": prompt, "label": "-"}
-        if image is not None:
-            line.update(prompt=f"<image>{prompt}", images=[str(image)])
-        lines.append(json.dumps(line) + "\n")
-    path.write_text("".join(lines))
-    return path
-
-
-def places_of(name: str, folder: Path) -> dict[str, object]:
-    """Model, data and folders of one recipe; they are made in `folder`."""
-    from PIL import Image
-
-    recipe, image = RECIPES[name], None
-    if recipe.architecture == "llava":
-        image, model = folder / "image.png", make_vision_language_model(folder / "base")
-        Image.new("RGB", (40, 30), (200, 40, 10)).save(image)
-    else:
-        model = make_architecture(folder / "base", recipe.architecture)
-    places = {
-        "--actor.model_name_or_path": model,
-        "--data.prompt_dataset": write_prompts(
-            folder / "prompts.jsonl",
-            ROLLOUTS * int(recipe.overrides["--rollout.batch_size"]),
-            easy=3 if "--algo.dynamic_filtering_enable" in parse(SHIPPED[name]) else 0,
-            image=image,
-        ),
-        "--eval.dataset": folder / "prompts.jsonl",
-        "--reward.remote_url": ENVIRONMENT,
-        "--train.agent_func_path": ENVIRONMENT,
-        "--ckpt.output_dir": folder / "model",
-        "--ckpt.path": folder / "checkpoints",
-        "--logger.tensorboard_dir": folder / "tensorboard",
-    }
-    if "--reward.model_name_or_path" in parse(SHIPPED[name]):
-        places["--reward.model_name_or_path"] = make_reward_model(folder / "reward", recipe.architecture)
-    return places
+# Beside the one that test_cluster.py runs on two nodes.
+STANDARD = ("train_ppo_ray_hybrid_engine", "train_reinforce_baseline_ray_agent_async")
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -135,19 +84,8 @@ def run_as_job(flags: list[str], folder: Path, working_dir: bool) -> Finished:
             raylets.stop()
 
 
-def digest(saved: Path, architecture: str) -> str:
-    """As a step line shows it."""
-    if architecture != "llava":
-        return digest_of_checkpoint(saved)
-    # Its files do not have the names of its parameters.
-    weights = weights_of(load_model(str(saved), "--checkpoint"))
-    values = [digest_block(as_matrix(weight), name, as_matrix(weight).shape[1]) for name, weight in weights.items()]
-    return f"{total_digest(dict(zip(weights, values))):016x}"
-
-
 @pytest.mark.parametrize("name", SHIPPED if FULL else STANDARD)
 def test_two_rollouts(name, tmp_path, monkeypatch):
-    """Every sync verified; the saved checkpoint is what the engines hold."""
     recipe = RECIPES[name]
     flags = [*command(name, places_of(name, tmp_path)), *LOGRA_FLAGS]
     run_folder = tmp_path / "run"
@@ -157,12 +95,4 @@ def test_two_rollouts(name, tmp_path, monkeypatch):
         finished = run(flags, run_folder, timeout=900)
     else:
         finished = run_as_job(flags, run_folder, recipe.working_dir)
-    assert finished.code == 0, finished.output[-5000:]
-    lines = [step.line for step in finished.steps]
-    updates = updates_per_sync(parse(SHIPPED[name]))
-    assert [step.version for step in finished.steps] == [updates, updates * ROLLOUTS], lines
-    assert all(step.digest for step in finished.steps), lines
-    assert finished.steps[0].digest != finished.steps[1].digest
-    assert finished.steps[-1].digest == digest(tmp_path / "model", recipe.architecture)
-    missing = [trace for trace in recipe.traces if not re.search(trace, finished.output)]
-    assert not missing, missing
+    check_run(name, finished, tmp_path)
