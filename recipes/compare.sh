@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # compare.sh: every --logra.method on the demo's task, with equal data and seeds.
 #
-#   bash recipes/compare.sh [--study] [--seeds 1 2 42] [--steps 20] [--only NAME ...] [--out runs/compare]
+#   bash recipes/compare.sh [--study] [--seeds 1 2 42] [--steps 16] [--only NAME ...] [--out runs/compare]
 #
 # Trains each method once per seed with recipes/demo.sh, and prints a table (also OUT/table.md): pass@1 and pass@4 on
 # held-out problems, trainer state, peak memory of the trainer process, seconds per update with its share of the rollout,
