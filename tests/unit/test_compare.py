@@ -69,7 +69,7 @@ def test_a_run_without_figures_ends_it(compare, script, words, monkeypatch, tmp_
     assert compare.main() == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("compare.py: logra with seed 1: ") and words in last
-    made = tmp_path / "out/logra-1-20/flags.json"
+    made = tmp_path / "out/logra-1-16/flags.json"
     assert made.is_file() == (script == "exit 0")
     if made.is_file():
         assert "--data.max_samples" in json.loads(made.read_text())
