@@ -68,6 +68,7 @@ def test_a_job_trains_over_both_nodes(raylets, tmp_path):
     program = [*submit, sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
     finished = run(flags, tmp_path, timeout=900, program=program)
     check_run(RECIPE, finished, tmp_path)
+    assert all("sync factor" in step.line for step in finished.steps)
 
     where = places(raylets, finished)
     for spread in ("LograPolicyModelActor", "RayWorkerWrapper"):  # the latter is vLLM's
