@@ -464,15 +464,15 @@ class LograTrainerEngine(TrainerWeightTransferEngine[LograTrainerInitInfo]):
 
     def _mismatch(self, workers: list[dict], expected: dict[str, int], report: SyncReport) -> str | None:
         """The first parameter whose digest is not the trainer's, or None."""
-        compared = [name for name in expected if name not in self._unknown and name not in self._rearranged]
-        for name in compared:
+        checked = [name for name in expected if name not in self._unknown and name not in self._rearranged]
+        for name in checked:
             value = expected[name]
             found = self._combined_digest(name, workers)
             if found != value:
                 report.digest_ok = False
                 shown = found if isinstance(found, str) else f"{found:016x}"
                 return f"digest of {name}: {shown}, the trainer's is {value:016x}"
-        if compared:
+        if checked:
             report.digest_ok = report.digest_ok is not False
             report.digest = total_digest(expected)
         return None
