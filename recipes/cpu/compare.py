@@ -129,7 +129,9 @@ def draw(results: dict[str, list[Result]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 5))
-    colours = dict(zip(("sgd", "row_adam", "adam"), ("tab:blue", "tab:orange", "tab:green")))
+    colours = {"sgd": "tab:blue", "row_adam": "tab:orange", "adam": "tab:green"}
+    markers = {"K=1": "o", "K=20": "s", "K=fixed": "^"}
+    fills = {"freeze": "none", "adamw": "full"}
     for name, of in results.items():
         optimizer, _, every, others = name.split()
         axes.errorbar(
@@ -137,13 +139,19 @@ def draw(results: dict[str, list[Result]], path: Path) -> None:
             100 * mean(of, "pass1"),
             yerr=100 * statistics.stdev(r.pass1 for r in of) if len(of) > 1 else None,
             color=colours[optimizer],
-            marker={"K=1": "o", "K=20": "s", "K=fixed": "^"}[every],
-            fillstyle="full" if others == "adamw" else "none",
+            marker=markers[every],
+            fillstyle=fills[others],
         )
+    for optimizer, colour in colours.items():
+        axes.plot([], [], color=colour, label=optimizer)
+    for every, marker in markers.items():
+        axes.plot([], [], "k", linestyle="", marker=marker, fillstyle="none", label=every)
+    for others, fill in fills.items():
+        axes.plot([], [], "k", linestyle="", marker="D", fillstyle=fill, label=f"non_target {others}")
+    axes.legend()
     axes.set_xscale("log")
-    axes.set_xlabel("trainer state in kB (filled: the other parameters by AdamW)")
+    axes.set_xlabel("trainer state in kB")
     axes.set_ylabel("held-out pass@1 in %")
-    axes.set_title("sgd blue, row_adam orange, adam green; new draw every update ○, every 20 □, never △")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
