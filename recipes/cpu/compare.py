@@ -117,8 +117,9 @@ def mean(results: list[Result], figure: str) -> float:
 
 
 def spread(scores: list[float]) -> str:
-    deviation = statistics.stdev(scores) if len(scores) > 1 else 0.0
-    return f"{100 * statistics.mean(scores):.1f} ± {100 * deviation:.1f}"
+    """In percent; one score has no deviation."""
+    deviation = f" ± {100 * statistics.stdev(scores):.1f}" if len(scores) > 1 else ""
+    return f"{100 * statistics.mean(scores):.1f}{deviation}"
 
 
 def draw(results: dict[str, list[Result]], path: Path) -> None:
@@ -148,7 +149,7 @@ def draw(results: dict[str, list[Result]], path: Path) -> None:
         axes.plot([], [], "k", linestyle="", marker=marker, fillstyle="none", label=every)
     for others, fill in fills.items():
         axes.plot([], [], "k", linestyle="", marker="D", fillstyle=fill, label=f"non_target {others}")
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_xscale("log")
     axes.set_xlabel("trainer state in kB")
     axes.set_ylabel("held-out pass@1 in %")
