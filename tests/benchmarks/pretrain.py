@@ -22,8 +22,8 @@ from openrlhf_logra.optim import FiraAdamW, GaLoreAdamW, divide_params
 
 RANK, LENGTH, BATCH, WARM_UP = 8, 128, 8, 0.1
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-RATES = {"adamw": 1e-3, "galore": 2e-2, "fira": 1e-2}  # the best of SWEEP
-SWEEP = {"adamw": (5e-4, 1e-3, 2e-3), "galore": (1e-2, 2e-2, 4e-2), "fira": (5e-3, 1e-2, 2e-2)}
+RATES = {"adamw": 1e-3, "galore": 4e-2, "fira": 1e-2}  # the best of SWEEP
+SWEEP = {"adamw": (5e-4, 1e-3, 2e-3), "galore": (2e-2, 4e-2, 8e-2), "fira": (5e-3, 1e-2, 2e-2)}
 
 
 def text() -> torch.Tensor:
